@@ -1,0 +1,104 @@
+"""Each engine without us: `python3 -c CODE` inside it, with the mounts and variables that children get there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from container_kit import pairs
+
+from dreamlake.lakeshore.worker.runners.followed import read_mounts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["IMPORTS", "Bare", "bare_containers", "bare_process", "bare_sandboxes", "bare_slurm"]
+
+Bare: TypeAlias = "Callable[[str], None]"
+"""Runs a line of Python to its end."""
+
+IMPORTS = "import os, dreamlake.lakeshore.daemon.entry, conformance_bodies; os._exit(0)"
+"""What a child imports before its body runs, the body's own module too; as a child does, it leaves without taking all that
+apart again."""
+
+
+def _run(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+    done = subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{argv[0]} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+
+
+def bare_process(folder: Path, arguments: list[str]) -> Bare:
+    """A process of this Python, spawned."""
+    environ = dict(os.environ) | dict(one.split("=", 1) for one in arguments if one.startswith("PYTHON"))
+    return lambda code: _run([sys.executable, "-P", "-c", code], environ)
+
+
+def bare_containers(folder: Path, arguments: list[str]) -> Bare:
+    """`docker run --rm`, or that of podman."""
+    options, variables = pairs(arguments)
+    given = [word for word in options.get("arg", "").split(",") if word]
+    argv = [
+        *(options["binary"], *options["global-arg"].split(","), "run", "--rm", "--log-driver=none", *given),
+        *(f"--{name}={options[name]}" for name in ("network", "runtime") if name in options),
+        *(f"--volume={one.source}:{one.target}:ro" for one in read_mounts(options["mount"])),
+        *(f"--env={one}" for one in variables),
+        options["image"],
+    ]
+    return lambda code: _run([*argv, "python3", "-P", "-c", code])
+
+
+def bare_sandboxes(folder: Path, arguments: list[str]) -> Bare:
+    """`runsc run` of a bundle."""
+    options, variables = pairs(arguments)
+    mounts: list[dict[str, Any]] = [{"destination": "/proc", "type": "proc", "source": "proc"}]
+    mounts += [
+        {"destination": one.target, "type": "bind", "source": one.source, "options": ["rbind", "ro"]}
+        for one in read_mounts(options["mount"])
+    ]
+    argv = [
+        "runsc",
+        "--ignore-cgroups",
+        f"--platform={options['platform']}",
+        "--network=none",
+        f"--root={folder}/state",
+    ]
+    numbers = itertools.count()
+
+    def start(code: str) -> None:
+        number = next(numbers)
+        config = {
+            "ociVersion": "1.0.2",
+            "process": {
+                "user": {"uid": 0, "gid": 0},
+                "args": ["python3", "-P", "-c", code],
+                "env": ["PATH=/usr/bin:/bin", *variables],
+                "cwd": "/",
+            },
+            "root": {"path": options["rootfs"], "readonly": True},
+            "mounts": mounts,
+            "linux": {"namespaces": [{"type": kind} for kind in ("pid", "ipc", "uts", "mount", "network")]},
+        }
+        bundle = folder / f"bundle-{number}"
+        bundle.mkdir()
+        (bundle / "config.json").write_text(json.dumps(config))
+        _run([*argv, "run", "--bundle", str(bundle), f"bare-{folder.name}-{number}"])
+
+    return start
+
+
+def bare_slurm(folder: Path, arguments: list[str]) -> Bare:
+    """`sbatch --wait` of a script."""
+    options, variables = pairs(arguments)
+    environ = dict(os.environ) | dict(one.split("=", 1) for one in variables) | {"SLURM_CONF": options["conf"]}
+
+    def start(code: str) -> None:
+        script = f'exec {sys.executable} -P -c "{code}"'
+        _run(["sbatch", "--quiet", "--wait", f"--output={folder}/out", "--wrap", script], environ)
+
+    return start

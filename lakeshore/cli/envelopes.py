@@ -1,0 +1,96 @@
+"""What an invocation calls, read out of its envelope for people. Nothing is imported for it, nothing unpickled."""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WireError
+from .output import jsonable
+
+if TYPE_CHECKING:
+    from ..wire import Envelope
+
+__all__ = ["Called", "describe_body", "function_name"]
+
+READABLE = 1 << 20
+"""Bytes of arguments up to which they are read."""
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlist = _short.maxtuple = _short.maxdict = 8
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function and its arguments, as far as they can be read; else `unreadable` says why not."""
+
+    fn: dict[str, Any] | None = None
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] | None = None
+    prefix: str = ""
+    unreadable: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The qualified name, with its module where the envelope says it."""
+        return ".".join(filter(None, (self._text("module"), self._text("qualname")))) or "?"
+
+    @property
+    def pickled(self) -> str | None:
+        """Where the function was pickled; None for one that goes by its name."""
+        return (self._text("where") or "?") if self._text("kind") == "pickle" else None
+
+    def _text(self, field: str) -> str | None:
+        """A field of the function; whoever submitted it may have put anything there."""
+        value = (self.fn or {}).get(field)
+        return value if isinstance(value, str) else None
+
+    def as_document(self) -> dict[str, Any]:
+        """The same for programs."""
+        fields = {"function": self.fn, "args": self.args, "kwargs": self.kwargs, "prefix": self.prefix}
+        try:
+            return {name: jsonable(value) for name, value in fields.items()} | {"unreadable": self.unreadable}
+        except RecursionError:
+            return dict.fromkeys(fields) | {"unreadable": "it is nested too deep to be shown"}
+
+    def __str__(self) -> str:
+        if self.fn is None or self.args is None:
+            return f"{'?' if self.fn is None else self.name} ({self.unreadable})"
+        named = [f"{name}={_short.repr(value)}" for name, value in (self.kwargs or {}).items()]
+        return f"{self.name}({', '.join([*map(_short.repr, self.args), *named])})"
+
+
+def function_name(body: bytes) -> str | None:
+    """The name of what an envelope calls, its arguments left packed; None for bytes that are no envelope."""
+    from ..wire import Envelope
+
+    try:
+        return Called(Envelope.from_bytes(body).fn).name
+    except WireError:
+        return None
+
+
+def describe_body(body: bytes) -> Called:
+    """Read an envelope. Bytes that are none, and arguments that cannot be read here, are described as that."""
+    from ..wire import Envelope
+
+    try:
+        envelope = Envelope.from_bytes(body)
+    except WireError as exc:
+        return Called(unreadable=f"{len(body)} bytes, for those who claim by hand: {exc}")
+    fn = {name: value for name, value in envelope.fn.items() if name != "blob"}
+    args, kwargs, unreadable = _arguments(envelope)
+    return Called(fn, args, kwargs, envelope.prefix, unreadable)
+
+
+def _arguments(envelope: Envelope) -> tuple[list[Any] | None, dict[str, Any] | None, str | None]:
+    size = len(envelope.args) + len(envelope.kwargs)
+    if size > READABLE:
+        return None, None, f"{size} bytes of arguments"
+    try:
+        args, kwargs = envelope.arguments()
+        return args, kwargs, None
+    except (WireError, ImportError) as exc:
+        return None, None, f"{size} bytes of arguments that cannot be read here: {exc}"

@@ -1,0 +1,228 @@
+"""`lakeshore server`: the control plane for other machines, over a plane's file on this one, or over MongoDB."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+import click
+
+from ..settings import read_settings
+from .shared import INTERRUPTED, age, log_to_stderr, need_mongo, need_server, watch_signals
+from .token import token_path
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ..planes.plane import Plane
+    from ..server.tokens import TokenFile
+
+__all__ = ["server"]
+
+logger = logging.getLogger("dreamlake.lakeshore.server")
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def size(text: object) -> int:
+    """Bytes, or a number with a unit: 65536, 64k, 128M, 1G. For click, as the type of an option."""
+    found = re.fullmatch(r"(\d{1,15})([kmg]?)(?:i?b)?", str(text).strip().lower(), re.ASCII)
+    value = int(found[1]) * _UNITS[found[2]] if found else 0
+    if value <= 0:
+        raise click.BadParameter(f"expected bytes above 0, or a number with a unit such as 64k, 128M, 1G, got {text!r}")
+    return value
+
+
+def pinned(text: str) -> tuple[str, str]:
+    """A namespace and a version: NS=V."""
+    namespace, equals, version = text.partition("=")
+    if not (namespace and equals and version):
+        raise click.BadParameter(f"expected a namespace and a version, NS=V, got {text!r}")
+    return namespace, version
+
+
+class Options(NamedTuple):
+    """What the options of a server say."""
+
+    host: str
+    port: int
+    db: str | None
+    namespace: str | None
+    token_file: str | None
+    insecure: bool
+    allowed_hosts: tuple[str, ...]
+    target_versions: tuple[tuple[str, str], ...]
+    max_body: int | None
+    durable: bool
+    grace: float
+    mongo: str | None
+    redis: str | None
+
+
+@click.group()
+def server() -> None:
+    """Serve a plane to other machines."""
+
+
+@server.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8750, show_default=True, help="The port; 0: one that is free."
+)
+@click.option("--db", metavar="PATH", help="The plane's file.  [default: $LAKESHORE_HOME/lakeshore.db]")
+@click.option("--mongo", metavar="URL", help="In place of a file: mongodb://HOST:27017/DATABASE, which servers share.")
+@click.option("--redis", metavar="URL", help="With --mongo: redis://HOST:6379/0, for quick wake-ups across servers.")
+@click.option(
+    "--namespace",
+    metavar="NAME",
+    help="The namespace of requests that name none.  [default: $LAKESHORE_NAMESPACE, else default]",
+)
+@click.option(
+    "--token-file",
+    metavar="PATH",
+    help="Who may do what, as `lakeshore token` writes it.  [default: $LAKESHORE_HOME/tokens]",
+)
+@click.option("--insecure", is_flag=True, help="Listen beyond this machine although there is no token.")
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name that clients reach the server by; may be repeated. Requests that name another host are refused.",
+)
+@click.option(
+    "--target-nymph-version",
+    "target_versions",
+    type=pinned,
+    multiple=True,
+    metavar="NS=V",
+    help="The version that daemons of a namespace are told to have; may be repeated.",
+)
+@click.option("--max-body", type=size, metavar="SIZE", help="The largest body that is taken.  [default: 128M]")
+@click.option("--durable", is_flag=True, help="Survive a power cut without loss: each commit waits for the disk.")
+@click.option(
+    "--grace",
+    type=age,
+    metavar="SECONDS",
+    default=10.0,
+    show_default=True,
+    help="How long requests under way get after a signal.",
+)
+def start(**options: Any) -> int:
+    """Serve until SIGTERM or Ctrl-C.
+
+    The first signal ends the accepting; held requests are answered, and what is under way gets the grace. A second one
+    ends it at once. Without a token everybody who reaches the server may do everything, so it then listens on this
+    machine only; `lakeshore token create` makes one, and the server takes it within a second.
+    """
+    need_server()
+    return _start(Options(**options))
+
+
+def _start(options: Options) -> int:
+    from ..server.serve import addresses, listen, loopback_only
+    from ..server.tokens import TokenFile
+
+    settings = read_settings()
+    log_to_stderr(**{"uvicorn.error": logging.WARNING})
+    path = token_path(options.token_file)
+    tokens = TokenFile(path)
+    where = addresses(options.host, options.port)
+    if not (loopback_only(where) or tokens.required or options.insecure):
+        raise click.UsageError(_closed(options.host, path))
+    plane = _plane(options, options.namespace or settings.namespace or "default", settings.home / "lakeshore.db")
+    # Where everybody is let in, no page in a browser may be led here by a name of its own making.
+    hosts = (options.host, *options.allowed_hosts) if options.allowed_hosts or not tokens.required else ()
+    uvloop = {"use_uvloop": sys.platform != "win32"}
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(sock) for sock in listen(where)]
+        return anyio.run(_serve, plane, tokens, sockets, hosts, options, backend="asyncio", backend_options=uvloop)
+
+
+def _plane(options: Options, ns: str, home: Path) -> Plane:
+    """The plane that is served: a file's, or with --mongo a database's."""
+    if not options.mongo:  # an empty option, as scripts make of unset variables, is an absent one
+        if options.redis:
+            raise click.UsageError("--redis makes servers over MongoDB quick: name the database with --mongo")
+        from ..planes.sqlite.store import Dispatch
+
+        return Dispatch(options.db or home, ns=ns, durable=options.durable)
+    if options.db or options.durable:
+        other = "--db names a file" if options.db else "--durable is for a file"
+        raise click.UsageError(
+            f"{other}, and --mongo a database, whose writes a majority always has: give one of the two"
+        )
+    need_mongo()
+    from ..planes.mongo.store import MongoDispatch
+
+    try:
+        return MongoDispatch(options.mongo, options.redis or None, ns=ns)
+    except ValueError as exc:
+        raise click.UsageError(str(exc)) from None
+
+
+def _closed(host: str, path: Path) -> str:
+    return (
+        f"a server on {host} is reached from other machines, and there is no token in {str(path)!r}, so everybody could "
+        f"run code through it: make one with `lakeshore token create --name NAME --role worker --token-file {path}`, "
+        "keep to --host 127.0.0.1, or say --insecure"
+    )
+
+
+async def _serve(
+    plane: Plane, tokens: TokenFile, sockets: list[socket.socket], hosts: tuple[str, ...], options: Options
+) -> int:
+    from ..server import create_app
+    from ..server.limits import Limits
+    from ..server.serve import serve, url_of
+
+    stop, cut = anyio.Event(), anyio.Event()
+    failure = None
+
+    def ask(name: str) -> None:
+        logger.info("%s: no more connections, what is under way may end", name)
+        stop.set()
+
+    def end(name: str) -> None:
+        logger.info("%s again: what is under way is cut off", name)
+        cut.set()
+
+    versions: Mapping[str, str] = dict(options.target_versions)
+    limits = Limits() if options.max_body is None else Limits(body=options.max_body)
+    # Before the plane is opened, which then knows that it has claimers elsewhere.
+    app = create_app(plane, tokens=tokens, allowed_hosts=hosts, limits=limits, target_versions=versions)
+    async with plane, anyio.create_task_group() as group:
+        await group.start(watch_signals, ask, end)
+        line = _start_line(plane, tokens, url_of(sockets[0]))
+        try:
+            await serve(
+                app,
+                sockets,
+                stop=stop,
+                cut=cut,
+                grace=options.grace,
+                drain=app.drain,
+                ready=lambda: logger.info("%s", line),
+            )
+        except Exception as exc:  # raised below, out of the group's wrapping
+            failure = exc
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return INTERRUPTED if cut.is_set() else 0
+
+
+def _start_line(plane: Plane, tokens: TokenFile, url: str) -> str:
+    if tokens.required:
+        who = f"tokens required, {len(tokens)} in {tokens.path}"
+    else:
+        who = f"open to everybody who reaches it, no tokens in {tokens.path}"
+    place = getattr(plane, "path", None) or plane
+    return f"server {os.getpid()} on {url}, plane {place}, namespace {plane.ns}, {who}"

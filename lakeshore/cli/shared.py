@@ -1,0 +1,290 @@
+"""What the commands share: the plane they work on, seconds with a unit, signals, the log, and errors with `--json`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import anyio
+import click
+
+from ..errors import InvocationFailed, LakeshoreError, PlaneUnavailable
+from .output import clean, document
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from anyio.abc import TaskStatus
+
+    from ..planes.plane import Plane
+
+__all__ = [
+    "INTERRUPTED",
+    "Where",
+    "age",
+    "age_with_unit",
+    "error_document",
+    "json_flag",
+    "log_to_stderr",
+    "need_mongo",
+    "need_server",
+    "on_plane",
+    "plane_of",
+    "plane_options",
+    "reading",
+    "seconds",
+    "watch_signals",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PATIENCE = 3.0
+"""Seconds that a command, other than a worker, tries to reach its plane."""
+
+INTERRUPTED = 130
+"""The exit code of what was cut short by a second signal."""
+
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def age(text: object) -> float:
+    """Seconds from 0, or a number with a unit: 0, 90, 1.5, 45s, 10m, 2h, 7d, 4w. For click, as the type of an option."""
+    found = re.fullmatch(rf"{_NUMBER}([smhdw]?)", str(text).strip(), re.ASCII)
+    value = float(found[1]) * _UNITS[found[2]] if found else math.inf
+    if not math.isfinite(value):
+        raise click.BadParameter(f"expected seconds, or a number with a unit such as 45s, 10m, 2h, 7d, got {text!r}")
+    return value
+
+
+def age_with_unit(text: str) -> float:
+    """The same for what deletes: a bare number, which may be meant as days, is refused."""
+    if re.fullmatch(rf"{_NUMBER}[smhdw]", text.strip(), re.ASCII) is None:
+        raise click.BadParameter(
+            f"expected a number with a unit, one of s, m, h, d and w (seconds, minutes, hours, days, weeks), "
+            f"got {text!r}: write 7d for seven days"
+        )
+    return age(text)
+
+
+def seconds(text: object) -> float:
+    """The same above 0."""
+    value = age(text)
+    if value <= 0:
+        raise click.BadParameter(f"expected more than 0 seconds, got {text!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which plane a command works on, as its options say; None: as the environment says."""
+
+    db: str | None
+    namespace: str | None
+    url: str | None = None
+    token_file: str | None = None
+
+
+def plane_options(command: Callable[Concatenate[Where, P], T]) -> Callable[..., T]:
+    """Give a command the options that name a plane, and itself what they say."""
+
+    @click.option("--db", metavar="PATH", help="The plane's file.  [default: $LAKESHORE_HOME/lakeshore.db]")
+    @click.option("--url", metavar="URL", help="The server whose plane it is.  [default: $LAKESHORE_URL]")
+    @click.option(
+        "--token-file",
+        metavar="PATH",
+        help="A file with the token for the server.  [default: the token in $LAKESHORE_CLIENT_TOKEN]",
+    )
+    @click.option(
+        "--namespace",
+        metavar="NAME",
+        help="Whose invocations.  [default: $LAKESHORE_NAMESPACE, else the token's, else default]",
+    )
+    @functools.wraps(command)
+    def wrapped(
+        *args: Any, db: str | None, url: str | None, token_file: str | None, namespace: str | None, **kwargs: Any
+    ) -> T:
+        # An empty option, as scripts make of unset variables, is an absent one.
+        return command(Where(db or None, namespace or None, url or None, token_file or None), *args, **kwargs)
+
+    return wrapped
+
+
+def plane_of(where: Where, *, create: bool = False) -> Plane:
+    """The plane that the options and the environment name. Only workers create its file where there is none.
+
+    `--db` wins over LAKESHORE_URL. Raises PlaneUnavailable for a file that is not there.
+    """
+    from ..planes.sqlite.store import Dispatch
+    from ..queue import default_dispatch
+
+    if where.db is not None and where.url is not None:
+        raise click.UsageError("--db names a file and --url a server: give one of the two")
+    try:
+        plane = default_dispatch() if where == Where(None, None) else _named(where)
+    except ValueError as exc:
+        raise click.UsageError(str(exc)) from None
+    if isinstance(plane, Dispatch):
+        if where.token_file is not None:
+            raise click.UsageError("--token-file is for a server: name it with --url or LAKESHORE_URL")
+        if plane.path is None:
+            raise click.UsageError("a plane in memory is seen by its own process only; give --db the path of a file")
+        if not create and not plane.path.exists():
+            raise PlaneUnavailable(
+                f"no plane at {str(plane.path)!r}: nothing was ever submitted there; check --db or LAKESHORE_HOME"
+            )
+    return plane
+
+
+def _named(where: Where) -> Plane:
+    from ..settings import read_settings
+
+    settings = read_settings()
+    url = where.url or (settings.url if where.db is None else None)
+    namespace = where.namespace or settings.namespace
+    if url is None:
+        from ..planes.sqlite.store import Dispatch
+
+        return Dispatch(where.db or settings.home / "lakeshore.db", ns=namespace or "default")
+    from ..planes.http.store import HttpDispatch
+
+    token = settings.client_token if where.token_file is None else read_token(Path(where.token_file).expanduser())
+    return HttpDispatch(url, token=token, namespace=namespace)
+
+
+def read_token(path: Path) -> str:
+    """The one plain token in a client's file. What is in the file is never shown."""
+    shared, words = 0, list[str]()
+    try:
+        with open(path, encoding="utf-8") as file:
+            shared = sys.platform != "win32" and os.fstat(file.fileno()).st_mode & 0o077
+            words = file.read(4096).split()
+    except OSError as exc:
+        raise click.UsageError(f"cannot read the token in {str(path)!r}: {exc.strerror}") from None
+    except UnicodeDecodeError:
+        pass  # no token either
+    if len(words) != 1 or not words[0].isascii():
+        raise click.UsageError(
+            f"expected one plain token in {str(path)!r}, as `lakeshore token create` prints it, got something else; "
+            "a server's file of hashes is no use to a client"
+        )
+    if shared:
+        click.echo(f"lakeshore: others can read the token in {str(path)!r}: close it with `chmod 600 {path}`", err=True)
+    return words[0]
+
+
+def on_plane(where: Where, act: Callable[[Plane], Awaitable[T]]) -> T:
+    """Call `act` with the open plane, on asyncio."""
+    plane = plane_of(where)
+    plane.patience = PATIENCE
+
+    async def acting() -> T:
+        async with plane:
+            return await act(plane)
+
+    return anyio.run(acting)
+
+
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def reading(command: Callable[P, T]) -> Callable[P, T]:
+    """Give a command `--json`; with it an error too is a document, before it is what it is without."""
+
+    @json_flag
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except (LakeshoreError, TimeoutError) as exc:
+            if kwargs.get("as_json"):
+                document(error_document(exc))
+            raise
+
+    return wrapped
+
+
+def error_document(exc: Exception) -> dict[str, Any]:
+    """An error as data: that of an invocation with its id and state, any other by its class and sentence."""
+    if isinstance(exc, InvocationFailed):
+        error = {"type": exc.type, "message": exc.message, "traceback": exc.traceback}
+        return {"id": exc.id, "state": exc.state, "error": error}
+    return {"error": {"type": type(exc).__name__, "message": str(exc)}}
+
+
+def need_server() -> None:
+    """Raises UsageError where the packages of the extra `[server]` are missing, before any of them is loaded."""
+    needed = [
+        "starlette",
+        "uvicorn",
+        "httptools",
+        "prometheus_client",
+        *(["uvloop"] if sys.platform != "win32" else []),
+    ]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.UsageError(
+            f"the server needs packages that are not installed ({', '.join(missing)}): "
+            'pip install "dreamlake-lakeshore[server]"'
+        )
+
+
+def need_mongo() -> None:
+    """Raises UsageError where the packages of the extra `[mongo]` are missing, before any of them is loaded."""
+    missing = [name for name in ("pymongo", "redis") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.UsageError(
+            f"a plane in MongoDB needs packages that are not installed ({', '.join(missing)}): "
+            'pip install "dreamlake-lakeshore[mongo]"'
+        )
+
+
+async def watch_signals(
+    first: Callable[[str], object],
+    again: Callable[[str], object],
+    *,
+    task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+) -> None:
+    """Call `first` with the name of the first SIGTERM or SIGINT, `again` with that of the second, and end."""
+    if sys.platform == "win32":  # no receiver there: Ctrl-C cancels everything at once
+        task_status.started()
+        return
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        told = first
+        async for number in signals:
+            told(signal.Signals(number).name)
+            if told is again:
+                return
+            told = again
+
+
+class _Formatter(logging.Formatter):
+    """One line a message, whatever names came from afar."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return clean(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return clean(super().formatException(ei))
+
+
+def log_to_stderr(**others: int) -> None:
+    """Show the package's own log, a line each, and `others` from a level on; all other loggers are the user's."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name, level in {"dreamlake.lakeshore": logging.INFO, **others}.items():
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False

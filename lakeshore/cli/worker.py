@@ -1,0 +1,235 @@
+"""`lakeshore worker`: a process that runs invocations until it is told to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+import click
+
+from ..ids import check_queue
+from ..settings import read_settings
+from .output import say
+from .runner import RUNNER_OPTIONS, Children, executor, make_runner
+from .shared import INTERRUPTED, Where, age, log_to_stderr, plane_of, plane_options, seconds, watch_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..planes.plane import Plane
+    from ..queue import Queue
+    from ..worker.runner import Runner
+
+__all__ = ["worker"]
+
+logger = logging.getLogger("dreamlake.lakeshore.worker")
+
+
+class Options(NamedTuple):
+    """What the options of a worker say, under the names that `run_worker` has for them."""
+
+    concurrency: int
+    retries: int
+    timeout: float | None
+    lease: float
+    max_lost: int
+    grace: float
+    root: str | None
+    allow_pickled: bool | None
+    allow_modules: tuple[str, ...]
+    runtime_policy: str
+
+
+def _policy() -> str:
+    return read_settings().runtime_policy
+
+
+def _names(context: click.Context, option: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return tuple(map(check_queue, names))
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from None
+
+
+OPTIONS = (
+    click.option(
+        "--queue",
+        "queues",
+        multiple=True,
+        metavar="NAME",
+        callback=_names,
+        help="Whose invocations to run; may be repeated.  [default: $LAKESHORE_QUEUE or default]",
+    ),
+    click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Bodies at a time."),
+    click.option(
+        "--retries", type=click.IntRange(0), default=0, show_default=True, help="Further attempts after a body raised."
+    ),
+    click.option("--timeout", type=seconds, help="How long a body may run.  [default: as long as it takes]"),
+    click.option(
+        "--lease", type=seconds, default=30.0, show_default=True, help="When a silent worker loses what it holds."
+    ),
+    click.option(
+        "--max-lost",
+        type=click.IntRange(1),
+        default=5,
+        show_default=True,
+        help="Workers that one invocation may lose before it fails.",
+    ),
+    click.option(
+        "--grace",
+        type=age,
+        metavar="SECONDS",
+        default=30.0,
+        show_default=True,
+        help="How long running bodies get after a signal, and threads whose bodies were given up.",
+    ),
+    click.option(
+        "--root",
+        type=click.Path(file_okay=False),
+        help="Folder below which the keys of dls.run lie.  [default: $LAKESHORE_ROOT or the current folder]",
+    ),
+    click.option(
+        "--allow-pickled/--no-allow-pickled",
+        default=None,
+        help="Unpickle functions, which runs their code, or refuse.  [default: those submitted on this machine]",
+    ),
+    click.option(
+        "--allow-module",
+        "allow_modules",
+        multiple=True,
+        metavar="NAME",
+        help="A module whose functions may be called where pickles are refused; may be repeated.",
+    ),
+    click.option(
+        "--runtime-policy",
+        type=click.Choice(["strict", "minor", "off"]),
+        default=_policy,
+        help="How alike the submitter's Python must be.  [default: $LAKESHORE_RUNTIME_POLICY or minor]",
+    ),
+)
+
+
+def worker_options(command: Callable[[Where, tuple[str, ...], Options, Children], int]) -> Callable[..., int]:
+    """Give a command the options of a worker and those of a plane, and itself what they say."""
+
+    def wrapped(where: Where, /, queues: tuple[str, ...], **options: Any) -> int:
+        children = Children(**{name: options.pop(name) for name in Children._fields})
+        return command(where, queues or (read_settings().queue,), Options(**options), children)
+
+    functools.update_wrapper(wrapped, command)
+    decorated = plane_options(wrapped)
+    for option in reversed((*OPTIONS, *RUNNER_OPTIONS)):
+        decorated = option(decorated)
+    return decorated
+
+
+@click.group()
+def worker() -> None:
+    """Run the functions that are submitted to queues."""
+
+
+@worker.command()
+@worker_options
+def start(where: Where, queues: tuple[str, ...], options: Options, children: Children) -> int:
+    """Run invocations until SIGTERM or Ctrl-C.
+
+    The first signal stops the claiming and gives running bodies the grace; what still runs then goes back to its queue
+    (children are ended, see --on-shutdown), and so it does at once after a second signal. Modules are looked for in the
+    current folder first. Times are seconds, or take a unit: 45s, 10m, 2h.
+    """
+    _, code = work(where, queues, options, children, once=False)
+    return code
+
+
+@worker.command()
+@worker_options
+def once(where: Where, queues: tuple[str, ...], options: Options, children: Children) -> int:
+    """Run at most one invocation, one that is due now; exit 0 whether or not there was one."""
+    jobs, code = work(where, queues, options, children, once=True)
+    say(f"{jobs} invocation{'' if jobs == 1 else 's'} run")
+    return code
+
+
+def work(where: Where, queues: tuple[str, ...], options: Options, children: Children, *, once: bool) -> tuple[int, int]:
+    """Work until told to stop: how many bodies were run, and the exit code."""
+    runner = make_runner(children)
+    if not os.path.isdir(_root(options)):
+        raise click.UsageError(
+            f"the root {_root(options)!r} is no folder: create it, or name another with --root or LAKESHORE_ROOT"
+        )
+    if sys.path[:1] != [os.getcwd()]:
+        sys.path.insert(0, os.getcwd())
+    log_to_stderr()
+    return anyio.run(_work, where, queues, options, children, runner, once)
+
+
+async def _work(
+    where: Where, names: tuple[str, ...], options: Options, children: Children, runner: Runner | None, once: bool
+) -> tuple[int, int]:
+    from ..queue import Queue, take_as_default
+
+    stop, working = anyio.Event(), anyio.CancelScope()
+    jobs, failure = 0, None
+
+    def ask(name: str) -> None:
+        logger.info("%s: nothing more is claimed, what runs may end", name)
+        stop.set()
+
+    def cut(name: str) -> None:
+        logger.info("%s again: what runs goes back to its queue", name)
+        working.cancel()
+
+    async with plane_of(where, create=True) as plane, anyio.create_task_group() as group:
+        take_as_default(plane)
+        await group.start(watch_signals, ask, cut)
+        logger.info("%s", _start_line(names, plane, options, children))
+        queues = [Queue(name, dispatch=plane) for name in names]
+        with working:
+            try:
+                jobs = await _run(queues, plane, options, children, runner, once, stop)
+            except Exception as exc:  # raised below, out of the group's wrapping
+                failure = exc
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return jobs, INTERRUPTED if working.cancelled_caught else 0
+
+
+async def _run(
+    queues: list[Queue],
+    plane: Plane,
+    options: Options,
+    children: Children,
+    runner: Runner | None,
+    once: bool,
+    stop: anyio.Event,
+) -> int:
+    from ..worker.claims import Terms
+    from ..worker.loop import run_executor, run_worker
+
+    if runner is None:
+        return await run_worker(queues, once=once, stop=stop, **options._asdict())
+    terms = Terms(*(getattr(options, field.name) for field in dataclasses.fields(Terms)))
+    async with executor(runner, children, plane, _root(options), options) as make:
+        return await run_executor(queues, make, terms, once=once, stop=stop)
+
+
+def _root(options: Options) -> str:
+    return os.path.abspath(options.root or read_settings().root or os.curdir)
+
+
+def _start_line(queues: tuple[str, ...], plane: Plane, options: Options, children: Children) -> str:
+    unsaid = "allowed where submitted on this machine" if plane.local else "refused"
+    pickled = {True: "allowed", False: "refused", None: unsaid}
+    where = "" if children.runner == "inline" else f", runner {children.runner} in {children.folder}"
+    namespace = "" if plane.ns == "default" else f" in namespace {plane.ns}"
+    return (
+        f"worker {os.getpid()} of {'queue' if len(queues) == 1 else 'queues'} {', '.join(queues)}{namespace} on "
+        f"{getattr(plane, 'path', None) or getattr(plane, 'url', None) or plane}, root {_root(options)}, "
+        f"concurrency {options.concurrency}, pickled functions {pickled[options.allow_pickled]}{where}"
+    )

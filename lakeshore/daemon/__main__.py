@@ -1,0 +1,10 @@
+"""`python -m dreamlake.lakeshore.daemon ...`: `lakeshore worker start ...` where no script is on the PATH."""
+
+from __future__ import annotations
+
+import sys
+
+from ..cli.main import main
+
+if __name__ == "__main__":
+    main(["worker", "start", *sys.argv[1:]])

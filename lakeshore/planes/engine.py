@@ -1,0 +1,352 @@
+"""What a plane needs on one event loop: the store, a batcher for each lane, and the hub."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from weakref import WeakSet
+
+import anyio
+
+from .._loops import across, at_home, loop_token, run_sync_soon, spawn
+from ..errors import ClaimLost, LakeshoreError, PlaneUnavailable
+from ..ids import check_id, check_queue, new_id
+from .batch import Batcher
+from .contract import (
+    Beat,
+    Cancel,
+    Claim,
+    Claimed,
+    Fence,
+    Finish,
+    Kind,
+    Operation,
+    Outcome,
+    Requeue,
+    Store,
+    Submit,
+    news_of,
+    weight_of,
+    whole_priority,
+)
+from .hub import Hub, Waiter
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+__all__ = ["Claimer", "Engine", "Outage", "claiming", "itself", "opened", "persist", "submitting"]
+
+logger = logging.getLogger("dreamlake.lakeshore.planes")
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Store)
+E = TypeVar("E")
+
+
+@runtime_checkable
+class AtOnce(Protocol):
+    """A store that can apply a small batch without a wait, on its home loop."""
+
+    def apply_at_once(self, ops: Sequence[Operation]) -> Sequence[Any] | None:
+        """What `Store.apply` does, with nothing in between; None when it cannot be done so now."""
+        ...
+
+
+class Engine:
+    """What a plane needs on one event loop: the store, a batcher a lane, and the hub."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.hub = Hub(self._watch)
+        self.closed = False
+        self._lanes: dict[str, Batcher[Operation, Any]] = {}
+        self._alone: WeakSet[Batcher[Operation, Any]] = WeakSet()
+        self._looks: Batcher[str, Outcome] = Batcher(self._outcomes)
+        self._at_once = store if isinstance(store, AtOnce) and at_home(store.home) else None
+        self._orphans: set[anyio.Event] = set()
+        self.farewells: set[str] = set()
+        """Invocations to cancel when this engine closes: their callers, whose calls they are, have not said goodbye."""
+
+    def do(self, op: Operation) -> Awaitable[Any]:
+        """Apply one operation, in a batch with those that come meanwhile."""
+        return self._lane(op)(op)
+
+    async def many(self, ops: Sequence[Operation]) -> list[Any]:
+        """Apply `ops` in order; for each its answer or exception."""
+        answers: list[Any] = []
+        for lane, run in groupby(ops, self.store.lane):  # lanes know no order among each other
+            some = list(run)
+            for together in [some] if lane is not None else [[op] for op in some]:
+                answers += await self._lane(together[0]).many(together)
+        return answers
+
+    def _lane(self, op: Operation) -> Batcher[Operation, Any]:
+        if self.closed:
+            raise PlaneUnavailable("the plane was closed")
+        name = self.store.lane(op)
+        if name is None:
+            alone = self._batcher()
+            self._alone.add(alone)
+            return alone
+        if name not in self._lanes:
+            self._lanes[name] = self._batcher()
+        return self._lanes[name]
+
+    def _batcher(self) -> Batcher[Operation, Any]:
+        at_once = None if self._at_once is None else self._commit_at_once
+        return Batcher(self._commit, size=weight_of, orphan=self._orphan, at_once=at_once)
+
+    async def _commit(self, ops: Sequence[Operation]) -> Sequence[Any]:
+        answers = await across(self.store.home, self.store.apply, ops)
+        self._tell(ops, answers)
+        return answers
+
+    def _commit_at_once(self, ops: Sequence[Operation]) -> Sequence[Any] | None:
+        answers = None if self._at_once is None else self._at_once.apply_at_once(ops)
+        if answers is not None:
+            self._tell(ops, answers)
+        return answers
+
+    def _tell(self, ops: Sequence[Operation], answers: Sequence[Any]) -> None:
+        """Wake those of this process whom `ops` concern."""
+        if self.hub.waiting:
+            # What most batches of a busy worker hold, and what nobody in its process waits for.
+            idle = None if self.hub.waits("id") or self.hub.waits("journal") else Finish
+            for op, answer in zip(ops, answers, strict=True):
+                if type(op) is not idle and not isinstance(answer, Exception):
+                    for news in news_of(op, answer):
+                        self.hub.tell(news)
+
+    def _orphan(self, op: Operation, answer: Any) -> None:
+        """The caller left while its operation was under way: what it claimed goes back."""
+        if not isinstance(op, Claim) or isinstance(answer, Exception) or not answer:
+            return
+        claims: list[Claimed] = answer
+        back = [Requeue(Fence(claimed.id, op.worker, claimed.attempt)) for claimed in claims]
+        gone = anyio.Event()
+        self._orphans.add(gone)
+
+        async def requeue() -> None:
+            for result in await self.many(back):
+                if isinstance(result, Exception) and not isinstance(result, ClaimLost):
+                    logger.warning("a claim whose caller left could not go back: %s", result)
+
+        def ended() -> None:
+            self._orphans.discard(gone)
+            gone.set()
+
+        spawn(requeue, ended)
+
+    def outcome(self, id: str) -> Awaitable[Outcome]:
+        """How an invocation stands; reads that come together are one."""
+        return self._looks(id)
+
+    async def _outcomes(self, ids: Sequence[str]) -> Sequence[Outcome]:
+        return await across(self.store.home, self.store.outcomes, ids)
+
+    async def read(self, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Call a read of the store."""
+        if self.closed:
+            raise PlaneUnavailable("the plane was closed")
+        return await across(self.store.home, fn, *args)
+
+    async def _watch(self) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._tick)
+            await self.store.watch(self.hub, self.hub.tell)
+
+    async def _tick(self) -> None:
+        while True:
+            await anyio.sleep(self.store.net * random.uniform(0.8, 1.2))
+            try:
+                for op in await self.read(self.store.due):
+                    await self.do(op)
+            except LakeshoreError as exc:
+                if self.closed:
+                    return
+                logger.warning("the plane could not be asked what is due: %s", exc)
+
+    async def settled(self) -> None:
+        """Return once the claims of callers who have left by now are back in their queues, or were never made."""
+        for lane in [*self._lanes.values(), *self._alone]:
+            await lane.settled()
+        for orphan in list(self._orphans):
+            await orphan.wait()
+
+    async def close(self) -> None:
+        """Wake the waiters, wait for what is under way and for orphans, and close the store."""
+        self.hub.close()
+        await self.hub.ended()
+        for lane in [*self._lanes.values(), *self._alone]:
+            await lane.idle()
+        for orphan in list(self._orphans):
+            await orphan.wait()
+        self.closed = True
+        await self._looks.idle()
+        if self.farewells:
+            await across(self.store.home, self.store.apply, [Cancel(id) for id in self.farewells])
+            self.farewells.clear()
+        await across(self.store.home, self.store.close)
+
+
+class Outage:
+    """A plane that does not answer: one line is said when that lasts, one when it is over; and who waits for its end."""
+
+    LASTS = 5.0
+    WAKES = 0.5
+    """Seconds of silence whose end wakes those who pause: not so where some requests fail and others do not."""
+
+    def __init__(self, plane: str) -> None:
+        self._plane, self._since, self._told = plane, 0.0, False
+        self._pausing: set[Callable[[], object]] = set()  # on any event loop
+
+    def goes_on(self, exc: PlaneUnavailable, patience: float) -> None:
+        now = time.monotonic()
+        self._since = self._since or now
+        if not self._told and now - self._since >= self.LASTS:
+            self._told = True
+            logger.warning("%s does not answer; it is asked again for %g s: %s", self._plane, patience, exc)
+
+    async def pause(self, seconds: float) -> None:
+        """Sleep before asking again, and no longer than until somebody else's request has been answered."""
+        self._since, woken = self._since or time.monotonic(), anyio.Event()
+        wake = partial(run_sync_soon, loop_token(), woken.set)
+        self._pausing.add(wake)
+        try:
+            with anyio.move_on_after(seconds):
+                await woken.wait()
+        finally:
+            self._pausing.discard(wake)
+
+    def is_over(self) -> None:
+        if not self._since:
+            return
+        silent = time.monotonic() - self._since
+        if self._told:
+            logger.warning("%s answers again, after %.0f s", self._plane, silent)
+        self._since, self._told = 0.0, False
+        for wake in list(self._pausing) if silent >= self.WAKES else ():
+            wake()
+
+
+async def persist(
+    engine: Callable[[], Awaitable[Engine]],
+    fn: Callable[[Engine], Awaitable[T]],
+    patience: float,
+    outage: Outage,
+) -> T:
+    """Call `fn` with the engine, again and again while the plane is out of reach: for `patience` seconds, and not after the
+    plane was closed, which that would open again. In the caller's task, which may be cancelled."""
+    delay, until, first = 0.05, None, None
+    while True:
+        try:
+            found = await fn(first := first or await engine())
+        except PlaneUnavailable as exc:
+            now = anyio.current_time()
+            until = now + patience if until is None else until
+            if now >= until or (first is not None and first.hub.closed):
+                raise
+            outage.goes_on(exc, patience)
+        else:
+            outage.is_over()
+            return found
+        await outage.pause(delay * random.uniform(0.5, 1.5))
+        delay = min(delay * 2, 5.0)
+
+
+async def opened(store: S, make: Callable[[S], E]) -> E:
+    """The engine of a store, which is opened for it; an opening that failed, or whose caller has left, leaves nothing."""
+    try:
+        await across(store.home, store.open)
+    except BaseException:  # also when it was done on the portal's loop just before its caller was cancelled
+        with anyio.CancelScope(shield=True):
+            await across(store.home, store.close)
+        raise
+    return make(store)
+
+
+async def itself(engine: Engine) -> Engine:
+    return engine
+
+
+def submitting(
+    queue: str,
+    body: bytes,
+    *,
+    id: str | None = None,
+    key: str | None = None,
+    priority: float = 0,
+    parent: str | None = None,
+) -> Submit:
+    """The operation of a submit, checked."""
+    id = new_id() if id is None else check_id(id)
+    check_queue(queue)
+    return Submit(id, queue, body, key, whole_priority(priority) if priority else 0, parent)
+
+
+def claiming(queues: Sequence[str], worker: str, limit: int, lease: float | None, max_lost: int) -> Claim:
+    """The operation of a claim, checked."""
+    for queue in queues:
+        check_queue(queue)
+    if lease is not None and not 0 < lease < math.inf:
+        raise ValueError(f"expected a lease in seconds above 0, or None, got {lease!r}")
+    return Claim(tuple(queues), worker, limit, lease, max_lost)
+
+
+class Claimer:
+    """Claims of one worker, one after the other: in between it stays among those whom news of their queues wakes."""
+
+    def __init__(
+        self, engine: Callable[[], Awaitable[Engine]], do: Callable[[Operation], Awaitable[Any]], op: Claim
+    ) -> None:
+        self._engine, self._do, self._op = engine, do, op
+        self._topics: list[tuple[Kind, str]] = [("queue", queue) for queue in op.queues]
+        self._waiter, self._emptied = Waiter(), False
+        self._hub: Hub | None = None
+
+    async def look(self, limit: int) -> list[Claimed]:
+        """Take up to `limit` invocations that are due now."""
+        found: list[Claimed] = await self._do(self._op._replace(limit=limit))
+        return found
+
+    async def next(self, limit: int, keep: Sequence[tuple[str, int]] = ()) -> list[Claimed]:
+        """Take up to `limit` due invocations, waiting for the first as long as it takes.
+
+        keep: the worker's claims. After a long wait they are renewed first, or it might be given one of them again: this
+        process, or the way to the plane, may have stood still. After a claim that found fewer than it might have taken
+        nothing is there but what news tells of.
+        """
+        op, waiter = self._op._replace(limit=limit), self._waiter
+        while True:
+            engine = await self._engine()
+            if engine.hub is not self._hub:
+                self.rest()
+                engine.hub.enter(self._topics, waiter)
+                self._hub = engine.hub
+            if engine.hub.closed:
+                raise PlaneUnavailable("the plane was closed during a wait")
+            if self._emptied:
+                began = anyio.current_time()
+                await waiter.event.wait()
+                self._emptied = False
+                if keep and op.lease is not None and anyio.current_time() - began > op.lease / 2:
+                    await self._do(Beat(op.worker, tuple(keep), op.lease))
+                continue
+            if waiter.event.is_set():
+                waiter.event = anyio.Event()
+            found: list[Claimed] = await self._do(op)
+            self._emptied = len(found) < limit
+            if found:
+                return found
+
+    def rest(self) -> None:
+        """Wait for nothing until the next claim: what comes meanwhile is for others."""
+        self._emptied = False
+        hub, self._hub = self._hub, None
+        if hub is not None:
+            hub.leave(self._topics, self._waiter)

@@ -1,0 +1,1 @@
+"""The fleet plane: invocations in MongoDB, news through Redis."""

@@ -1,0 +1,118 @@
+"""What `/metrics` says, in Prometheus' text form: how the queues stand, and how long requests take.
+
+Every name begins with `lakeshore_`. Labels are of a small set, whatever clients send: names of routes, known methods,
+statuses, states, and queues up to a number. No id, key, worker or token is ever in one.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
+
+from ..planes.protocol import ROUTES
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Mapping
+
+    from ..planes.plane import Plane
+
+__all__ = ["METRICS_TYPE", "MOST_QUEUES", "OTHER", "Metrics"]
+
+METRICS_TYPE = CONTENT_TYPE_LATEST
+"""The content type of what `render` gives."""
+
+MOST_QUEUES = 500
+"""Queues that have lines of their own; the smaller ones beyond are one line, of the queue `OTHER`."""
+OTHER = "(other)"
+LONGEST = 100
+"""Characters of a queue's name."""
+
+# Long polls are among the requests: they take up to five minutes.
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_KNOWN_ROUTES = frozenset({*ROUTES, "healthz", "readyz", "metrics"})
+_KNOWN_METHODS = frozenset({"GET", "POST", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+class Metrics:
+    """The counters of one server, in a registry of their own."""
+
+    def __init__(self, plane: Plane) -> None:
+        self._plane = plane
+        self.registry = registry = CollectorRegistry()
+        self._invocations = Gauge(
+            "lakeshore_invocations", "Invocations by queue and state.", ["queue", "state"], registry=registry
+        )
+        self._oldest = Gauge(
+            "lakeshore_oldest_ready_seconds",
+            "Seconds since the oldest invocation that can be claimed became ready.",
+            ["queue"],
+            registry=registry,
+        )
+        self._requests = Histogram(
+            "lakeshore_request_seconds",
+            "Seconds from a request's headers to the end of its answer; long polls are held in that time.",
+            ["route", "method", "status"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._claims = Histogram(
+            "lakeshore_claim_seconds",
+            "Seconds that the plane took for a claim that gave something out.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._streams = Gauge("lakeshore_stream_readers", "Streams that are being read now.", registry=registry)
+        self._series: dict[tuple[str, str, int], Histogram] = {}
+
+    def observe(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count a request that ended. route: its name in ROUTES, or healthz, readyz, metrics; anything else is one."""
+        key = route, method, status
+        series = self._series.get(key)
+        if series is None:
+            known = (
+                route if route in _KNOWN_ROUTES else OTHER,
+                method if method in _KNOWN_METHODS else OTHER,
+                status if 100 <= status <= 599 else 0,
+            )
+            series = self._requests.labels(*map(str, known))
+            if known == key:  # what clients make up is not kept
+                self._series[key] = series
+        series.observe(seconds)
+
+    def claimed(self, seconds: float) -> None:
+        """Count a claim that gave something out."""
+        self._claims.observe(seconds)
+
+    @contextmanager
+    def stream(self) -> Generator[None]:
+        """Inside, one more stream is being read."""
+        self._streams.inc()
+        try:
+            yield
+        finally:
+            self._streams.dec()
+
+    async def render(self, plane: Plane | None = None) -> bytes:
+        """All of it, as text. plane: whose queues are meant, where it is not the server's own namespace."""
+        plane = self._plane if plane is None else plane
+        counts, ages = await plane.counts(), await plane.ages()
+        label = _labels(counts, ages)
+        # From here on nothing is awaited: two who ask at once get each their own numbers.
+        self._invocations.clear()
+        self._oldest.clear()
+        for (queue, state), count in counts.items():
+            self._invocations.labels(label[queue], state).inc(count)
+        for queue, age in sorted(ages.items(), key=lambda one: one[1]):  # of several under one label the oldest stays
+            self._oldest.labels(label[queue]).set(age)
+        return generate_latest(self.registry)
+
+
+def _labels(counts: Mapping[tuple[str, str], int], ages: Iterable[str]) -> dict[str, str]:
+    """What each queue is called: the largest by their names, the start of a long one, and the rest `OTHER`."""
+    sizes = dict.fromkeys(ages, 0)
+    for (queue, _), count in counts.items():
+        sizes[queue] = sizes.get(queue, 0) + count
+    largest = sorted(sizes, key=lambda queue: (-sizes[queue], queue))
+    return dict.fromkeys(largest, OTHER) | {queue: queue[:LONGEST] for queue in largest[:MOST_QUEUES]}

@@ -1,0 +1,376 @@
+"""The routes: fields -> operation -> plane -> fields. What a request is made of, and who may send it, is `app`'s.
+
+Nothing here decodes a user's value. Batches apply what can be read, in one go, and each item answers for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import anyio
+
+from ..errors import InvocationNotFound, WireError
+from ..ids import check_id
+from ..planes import messages as say
+from ..planes.contract import Beaten, Cancel, Claim, Claimed, Cursor, Fence, Outcome, Requeue, RowFilter
+from ..planes.plane import PAGE_BYTES, PAGE_FRAMES
+from ..planes.protocol import (
+    AWAIT_S,
+    MAX_ITEMS,
+    encode,
+    error_fields,
+    failure_from,
+    field,
+    number,
+    read_items,
+    read_pairs,
+    status_of,
+)
+from ..planes.views import say_outcome, say_page, say_row
+from .requests import told, whole
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+
+    from ..planes.contract import Kind, Operation, Page, Submit
+    from ..planes.plane import Plane
+    from .polls import Name, Turn
+    from .requests import Call
+
+__all__ = ["HANDLERS", "HELD", "stream"]
+
+Fields = dict[str, Any]
+Handler: TypeAlias = "Callable[[Call], Coroutine[Any, Any, Fields]]"
+
+POLL_S = 30.0
+"""Seconds that a poll is held when it does not say."""
+MOST_LINGER_S = 1.0
+
+logger = logging.getLogger("dreamlake.lakeshore.server")
+
+
+# Batches ------------------------------------------------------------------------------------------------------------
+
+
+async def _each(
+    call: Call, items: Iterable[Any], read: Callable[[Any], Operation], answer: Callable[[Any, Any], Fields]
+) -> Fields:
+    """Apply what can be read of `items` in as few batches as can be; for each its answer or its error."""
+    results: list[Fields] = []
+    ops: list[Operation] = []
+    places: list[int] = []
+    for item in items:
+        try:
+            ops.append(read(item))
+            places.append(len(results))
+            results.append({})
+        except (ValueError, RecursionError) as exc:
+            results.append(error_fields(told(exc)))
+    for place, op, found in zip(places, ops, await call.plane.many(ops), strict=True):
+        results[place] = _error(found) if isinstance(found, Exception) else answer(op, found)
+    return {"results": results}
+
+
+def _error(exc: Exception) -> Fields:
+    if status_of(exc) >= 500 and status_of(exc) != 503:
+        logger.error("an item of a batch failed", exc_info=exc)
+    return error_fields(exc)
+
+
+async def _one(call: Call, op: Operation, answer: Callable[[Any, Any], Fields]) -> Fields:
+    return answer(op, await call.plane.do(op))
+
+
+# Producers ----------------------------------------------------------------------------------------------------------
+
+
+def _read_submit(fields: Mapping[str, Any]) -> Submit:
+    """What a submit says around its envelope goes out with the claim, some levels deeper: what could not is refused here,
+    or no poll of its queue would be answered again."""
+    op = say.read_submit(fields)
+    if op.config is not None:
+        try:
+            encode(say.say_claims([Claimed(op.id, op.queue, b"", 1, 0, 0, 0, False, op.parent, op.parent, op.config)]))
+        except (ValueError, RecursionError):
+            raise WireError("expected `run_config`, `function` and `code_context` not nested 1000 deep") from None
+    return op
+
+
+async def submit(call: Call) -> Fields:
+    return await _one(call, _read_submit(call.fields), say.say_submit)
+
+
+async def submit_many(call: Call) -> Fields:
+    return await _each(call, read_items(call.fields), _read_submit, say.say_submit)
+
+
+async def await_one(call: Call) -> Fields:
+    id, timeout = _id(call.fields), call.seconds("timeout_s", AWAIT_S)
+    outcome: Outcome | None = None
+    if timeout > 0:
+        with call.turn() as turn:
+            try:
+                outcome = await turn.hold(partial(call.plane.outcome, id, timeout=timeout))
+            except TimeoutError:
+                pass
+    else:
+        (outcome,) = await call.plane.look([id])
+    return say_outcome(outcome or Outcome(id, "pending"))
+
+
+async def await_many(call: Call) -> Fields:
+    """Whatever ended, or is unknown, or has frames to read, of all that is asked about; what is bad answers at once."""
+    results: list[Any] = []
+    pages: list[Any] = []
+    ids = _readable(read_items(call.fields), _id, results)
+    cursors = _readable(read_items(call.fields, "streams"), _cursor, pages, "since")
+    timeout = 0.0 if results or pages else call.seconds("timeout_s", AWAIT_S)
+    linger = number(call.fields, "linger_s", 0.0, MOST_LINGER_S)
+    watch = field(call.fields, "watch", str, "")
+    if not ids and not cursors:
+        return {"results": results, "pages": pages}
+    with call.turn(("watch", call.ns, watch) if watch else None) as turn:
+        wait = partial(call.plane.together, ids, cursors, timeout=timeout, linger=linger)
+        found = await (turn.hold(wait) if timeout > 0 else wait())
+    if found is None:
+        return {"results": results, "pages": pages}
+    asked, since = {*ids}, {cursor.id: cursor.since for cursor in cursors}
+    for outcome in found.outcomes:
+        id, unknown = outcome.id, outcome.state == "unknown"
+        answer = error_fields(InvocationNotFound(id)) if unknown else say_outcome(outcome)
+        if id in asked:
+            results.append([id, answer])
+        if unknown and id in since:
+            pages.append([id, since[id], answer])
+    pages += [[cursor.id, cursor.since, say_page(page)] for cursor, page in found.pages]
+    return {"results": results, "pages": pages} | ({"more": True} if found.more else {})
+
+
+def _readable(items: Iterable[Fields], read: Callable[[Fields], Any], bad: list[Any], *also: str) -> list[Any]:
+    """What can be read of `items`; the others go to `bad` with what they say of themselves and their error."""
+    good: list[Any] = []
+    for item in items:
+        try:
+            good.append(read(item))
+        except (ValueError, RecursionError) as exc:
+            bad.append([*(_echo(item.get(name)) for name in ("invocation_id", *also)), error_fields(told(exc))])
+    return good
+
+
+def _echo(value: object) -> Any:
+    return value if type(value) is int or (type(value) is str and len(value) <= 200) else None
+
+
+def _id(fields: Mapping[str, Any]) -> str:
+    return check_id(field(fields, "invocation_id", str))
+
+
+def _cursor(fields: Mapping[str, Any]) -> Cursor:
+    since, limit, most = (
+        field(fields, name, int, default)
+        for name, default in (("since", -1), ("limit", PAGE_FRAMES), ("max_bytes", PAGE_BYTES))
+    )
+    if limit < 1 or most < 1:
+        raise WireError(f"expected `limit` and `max_bytes` from 1, got {limit} and {most}")
+    return Cursor(_id(fields), max(-1, min(since, 2**62)), min(limit, PAGE_FRAMES), min(most, PAGE_BYTES))
+
+
+async def cancel(call: Call) -> Fields:
+    def said(op: Any, answer: Any) -> Fields:
+        return say.say_cancelled(answer)
+
+    if "items" in call.fields:
+        return await _each(call, read_items(call.fields), lambda item: Cancel(_id(item)), said)
+    return await _one(call, Cancel(_id(call.fields)), said)
+
+
+async def stream(call: Call) -> AsyncGenerator[bytes]:
+    """The frames after `since` as they are, until the journal is closed, the client has gone or the server ends.
+
+    The first chunk comes at once and may be empty. Raises InvocationNotFound in its place.
+    """
+    since, limit = whole(call.query, "since", -1), call.service.limits.page
+    with call.turn() as turn, call.service.metrics.stream():
+        page: Page | None = await call.plane.page(call.id, since, max_bytes=limit)
+        while page is not None:
+            yield b"".join([frame for _, frame in page.frames])
+            if page.closed:
+                return
+            if page.frames:
+                since = page.frames[-1][0]
+            page = await turn.hold(partial(call.plane.next_page, call.id, since, max_bytes=limit))
+            call.check_again()
+
+
+async def invocation(call: Call) -> Fields:
+    for row in await call.plane.rows(RowFilter(id=call.id, limit=1, body=call.query.get("body") == "1")):
+        return say_row(row)
+    raise InvocationNotFound(call.id)
+
+
+async def invocations(call: Call) -> Fields:
+    query, limit = call.query, whole(call.query, "limit", 100)
+    if not 1 <= limit <= MAX_ITEMS:
+        raise WireError(f"expected `limit` from 1 to {MAX_ITEMS}, got {limit}")
+    names = {name: query.get(name) for name in ("queue", "state", "key", "root")}
+    id = check_id(query["id"]) if "id" in query else None
+    rows = await call.plane.rows(RowFilter(id, **names, limit=limit, body=query.get("body") == "1"))
+    return {"invocations": [say_row(row) for row in rows]}
+
+
+async def queues(call: Call) -> Fields:
+    counts = await call.plane.counts(call.query.get("queue"), call.query.get("state"))
+    rows = [[queue, state, count] for (queue, state), count in counts.items()]
+    return {"queues": rows, "ages": await call.plane.ages()}
+
+
+# Workers ------------------------------------------------------------------------------------------------------------
+
+
+async def poll(call: Call) -> Fields:
+    """Claims, waited for. A poll with an id answers again what it has taken; one without gives back what it cannot say."""
+    op, timeout = say.read_claim(call.fields), call.seconds("timeout_s", POLL_S)
+    name = None if op.poll_id is None else _poll_name(call, op.worker, op.poll_id)
+    with call.turn(name) as turn:
+        claims = [] if name is not None and call.service.polls.released(name) else await _claim(call, turn, op, timeout)
+        if turn.dropped:
+            claims = []
+    if claims:
+        call.taken = partial(_give_back, call.plane, op.worker, claims)
+        call.unsent = call.taken if op.poll_id is None else None
+    answer = say.say_claims(claims)
+    if call.ns in call.service.target_versions:
+        answer["target_nymph_version"] = call.service.target_versions[call.ns]
+    return answer
+
+
+def _poll_name(call: Call, worker: str, poll_id: str) -> Name:
+    return "poll", call.ns, worker, poll_id
+
+
+async def _claim(call: Call, turn: Turn, op: Claim, timeout: float) -> list[Claimed]:
+    """A claim under way is waited for whoever leaves meanwhile, so that what it takes is known: to answer it, to give it
+    back, or to leave it to the repeat that is already there."""
+    plane, polls, renewals = call.plane, call.service.polls, call.service.renewals
+    topics: list[tuple[Kind, str]] = [("queue", queue) for queue in op.queues]
+
+    async def look() -> list[Claimed] | None:
+        began, claims = perf_counter(), list[Claimed]()
+        late = op.busy and op.lease is not None and renewals.late((call.ns, op.worker), op.lease)
+        with anyio.CancelScope(shield=True):
+            claims = await plane.do(op._replace(limit=0) if late else op)
+        if claims:
+            call.service.metrics.claimed(perf_counter() - began)
+            if not op.busy:
+                renewals.renewed((call.ns, op.worker))  # these are all that it has
+        return claims or ([] if late else None)  # a list ends the wait
+
+    async def wait() -> list[Claimed] | None:
+        place = call.ns, op.queues, op.lease is None  # who takes the same of the same
+        with anyio.move_on_after(timeout):
+            return await polls.in_line(place, lambda: plane.until(topics, look, None))
+        return None
+
+    if not await turn.alone():
+        return []
+    return await look() or (await turn.hold(wait) if timeout > 0 else None) or []
+
+
+async def _give_back(plane: Plane, worker: str, claims: Sequence[Claimed]) -> list[Any]:
+    return await plane.many([Requeue(Fence(claimed.id, worker, claimed.attempt)) for claimed in claims])
+
+
+async def release(call: Call) -> Fields:
+    """Give claims back, or all that a poll has taken or would have."""
+    poll_id = say.read_poll_id(call.fields)
+    if poll_id is None:
+        return await _requeue(call, "release")
+    worker = say.read_worker(call.fields)
+    await call.service.polls.release(_poll_name(call, worker, poll_id))
+    claims: list[Claimed] = await call.plane.do(Claim((), worker, 0, poll_id=poll_id, local=False))
+    found = await _give_back(call.plane, worker, claims)
+    return {"results": [_error(one) if isinstance(one, Exception) else say.say_requeued(one) for one in found]}
+
+
+async def retry(call: Call) -> Fields:
+    return await _requeue(call, "retry")
+
+
+async def _requeue(call: Call, reason: Any) -> Fields:
+    def said(op: Any, answer: Any) -> Fields:
+        return say.say_requeued(answer)
+
+    fields = call.fields
+    if "claims" not in fields:
+        return await _each(call, read_items(fields), lambda item: say.read_requeue(item, reason), said)
+    worker, pairs = say.read_worker(fields), read_pairs(fields, "claims")
+    delay, error = number(fields, "delay_s", 0.0, 1e9), failure_from(fields.get("error"))
+    if reason == "release":
+        delay, error = 0.0, None
+    return await _each(call, pairs, lambda pair: Requeue(Fence(pair[0], worker, pair[1]), reason, delay, error), said)
+
+
+async def ack(call: Call) -> Fields:
+    return await _one(call, say.read_finish(call.fields), _finished)
+
+
+async def ack_many(call: Call) -> Fields:
+    return await _each(call, read_items(call.fields), say.read_finish, _finished)
+
+
+def _finished(op: Any, answer: bool) -> Fields:
+    return say.say_finished(answer)
+
+
+async def chunk(call: Call) -> Fields:
+    return await _one(call, say.read_append(call.fields), say.say_appended)
+
+
+async def chunks(call: Call) -> Fields:
+    return await _each(call, read_items(call.fields), say.read_append, say.say_appended)
+
+
+async def heartbeat(call: Call) -> Fields:
+    """Renew at once; then wait for what the worker does not know yet, and no longer than its leases allow."""
+    beat, known = say.read_beat(call.fields), {*read_pairs(call.fields, "known")}
+    wait, plane = call.seconds("wait_s", 0.0), call.plane
+    answer = Beaten([], [])
+
+    async def look() -> Beaten | None:
+        nonlocal answer
+        answer = await plane.do(beat) if beat.claims else Beaten([], await plane.cancels(beat.worker))
+        if beat.claims:
+            call.service.renewals.renewed((call.ns, beat.worker))
+        return answer if answer.lost or not known.issuperset(answer.cancel) else None
+
+    if beat.claims:
+        wait = min(wait, beat.lease / 2)
+    if wait <= 0 or call.service.polls.draining:
+        await look()
+    else:
+        with call.turn() as turn:
+            await turn.hold(lambda: plane.until([("claims", beat.worker)], look, wait))
+    return say.say_beaten(answer)
+
+
+# Operators ----------------------------------------------------------------------------------------------------------
+
+
+async def reap(call: Call) -> Fields:
+    return say.say_reaped(await call.plane.do(say.read_reap(call.fields)))
+
+
+async def purge(call: Call) -> Fields:
+    return {"count": await call.plane.purge(number(call.fields, "older_than_s", 0.0, 1e12))}
+
+
+_NAMED: tuple[Handler, ...] = (
+    submit, submit_many, await_many, cancel, invocation, invocations, queues,
+    poll, ack, ack_many, chunk, chunks, heartbeat, release, retry, reap, purge,
+)  # fmt: skip
+HANDLERS: Mapping[str, Handler] = {"await": await_one} | {handler.__name__: handler for handler in _NAMED}
+"""By the names of ROUTES; `stream` alone answers otherwise."""
+HELD = frozenset({"await", "await_many", "heartbeat", "poll", "stream"})

@@ -1,0 +1,34 @@
+"""The parts of msgpack that the wire uses, with types: the distribution ships none."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_module: Any = msgpack
+
+version: tuple[int, ...] = _module.version
+packb: Callable[..., bytes] = _module.packb
+unpackb: Callable[..., Any] = _module.unpackb
+Packer: Any = _module.Packer
+Unpacker: Any = _module.Unpacker
+# An ExtType made past its constructor, which is slow and refuses the codes below 0: new_ext((code, body)).
+new_ext: Any = functools.partial(tuple.__new__, _module.ExtType)  # pyright: ignore[reportUnknownMemberType]
+ExtraData: type[Exception] = _module.ExtraData
+FormatError: type[Exception] = _module.FormatError
+StackError: type[Exception] = _module.StackError
+OutOfData: type[Exception] = _module.OutOfData
+
+# What reading bytes may raise: msgpack's own errors, text that is not UTF-8, an unhashable map key, a size too large.
+READ_ERRORS: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    _module.UnpackException,
+)

@@ -1,0 +1,79 @@
+"""What the tests share: waiting for a condition, fresh interpreters, and optional modules."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PAUSE = 0.005  # seconds between two looks
+
+
+async def wait_until(predicate: Callable[[], Any], timeout: float = 10.0, description: str = "the condition") -> Any:
+    """Look at `predicate` (plain or async) until it is true and return its value; fail after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = predicate()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {timeout:g} s in vain for: {description}")
+        await anyio.sleep(_PAUSE)
+
+
+def wait_until_sync(predicate: Callable[[], Any], timeout: float = 10.0, description: str = "the condition") -> Any:
+    """The same from plain code."""
+    deadline = time.monotonic() + timeout
+    while True:
+        if value := predicate():
+            return value
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {timeout:g} s in vain for: {description}")
+        time.sleep(_PAUSE)
+
+
+def needs(module: str) -> Any:
+    """The named module; without it the test is skipped, or fails where LAKESHORE_TEST_NO_SKIPS=1 forbids skipping."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        reason = f"needs {module}: {exc}"
+    if os.environ.get("LAKESHORE_TEST_NO_SKIPS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def fresh_python(script: str, *args: str) -> subprocess.Popen[str]:
+    """A new interpreter running `script` with warnings as errors; both outputs are pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_python(script: str, *args: str, code: int = 0, timeout: float = 60.0) -> tuple[str, str]:
+    """What a new interpreter wrote to stdout and stderr; fails if it does not end by itself with `code` in time."""
+    process = fresh_python(script, *args)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"the interpreter did not end within {timeout:g} s\nstdout: {out}\nstderr: {err}")
+    assert process.returncode == code, f"exit code {process.returncode}\nstdout: {out}\nstderr: {err}"
+    return out, err

@@ -1,0 +1,125 @@
+"""Workers of children for the tests, and what is left of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from dreamlake.lakeshore.invoke import leaves
+from dreamlake.lakeshore.worker.child import Child, Rules
+from dreamlake.lakeshore.worker.claims import Terms
+from dreamlake.lakeshore.worker.loop import run_executor
+from dreamlake.lakeshore.worker.runners.process import ProcessRunner, child_environ
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping
+
+    import dreamlake.lakeshore as dls
+    from dreamlake.lakeshore.worker.runner import Runner
+
+HERE = Path(__file__).resolve().parent
+TERMS: dict[str, Any] = {
+    "concurrency": 1,
+    "retries": 0,
+    "timeout": None,
+    "lease": 30.0,
+    "max_lost": 5,
+    "grace": 5.0,
+}
+
+
+def environ(**more: str) -> dict[str, str]:
+    """That of a child, with the modules of these tests importable, and coverage measured where it is here."""
+    found = child_environ([name for name in os.environ if name.startswith("COV")])
+    found["PYTHONPATH"] = os.pathsep.join([str(HERE), found["PYTHONPATH"]])
+    return {**found, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "error", **more}
+
+
+WARM = [False]
+"""Whether children are forked from a warm interpreter."""
+
+
+def process_runner(**options: Any) -> ProcessRunner:
+    return ProcessRunner(**{"environ": environ(), "warm": WARM[0], **options})
+
+
+@asynccontextmanager
+async def children(
+    queue: dls.Queue,
+    folder: Path,
+    runner: Runner | None = None,
+    *,
+    rules: Mapping[str, Any] | None = None,
+    **terms: Any,
+) -> AsyncIterator[anyio.Event]:
+    """A worker of children during the block; gives the event that stops it."""
+    runner = process_runner() if runner is None else runner
+    stop, failure = anyio.Event(), list[BaseException]()
+    said = {"workdir": folder / "work", "root": folder, "local": queue.dispatch.local, **(rules or {})}
+    executor = partial(Child, runner, Rules(**said))
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(run_executor, queue, executor, Terms(**{**TERMS, **terms}), stop=stop))
+            try:
+                yield stop
+            except Exception as exc:
+                failure.append(exc)
+                group.cancel_scope.cancel()
+            stop.set()
+    except BaseExceptionGroup as raised:
+        failure = failure or [next(leaves(raised))]
+    finally:
+        await runner.aclose()
+    if failure:
+        raise failure[0]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def holders(folder: Path) -> list[int]:
+    """The processes that work in a folder or below."""
+    found = list[int]()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if Path(os.readlink(entry / "cwd")).is_relative_to(folder) and runs(int(entry.name)):
+                    found.append(int(entry.name))
+    return found
+
+
+def folders(folder: Path) -> list[str]:
+    """The names of the folders of invocations that are left."""
+    work = folder / "work"
+    return sorted(path.name for path in work.iterdir()) if work.exists() else []
+
+
+@contextmanager
+def started(script: str, *args: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A script of this folder as a process, which ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", str(HERE / script), *args],
+        env={**environ(), **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+        process.communicate()

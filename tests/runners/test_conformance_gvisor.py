@@ -1,0 +1,14 @@
+"""Children in sandboxes of gVisor's runsc."""
+
+from __future__ import annotations
+
+import pytest
+from container_kit import GVISOR
+
+pytest.register_assert_rewrite("conformance", "conformance_kit")
+
+from conformance import Conformance  # noqa: E402
+
+
+class TestGVisor(Conformance):
+    engine = GVISOR

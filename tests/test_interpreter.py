@@ -1,0 +1,226 @@
+"""Ctrl-C, fork and the end of the interpreter: nothing hangs, whatever was left open."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from helpers import fresh_python, run_python
+
+# Ctrl-C
+
+INTERRUPTED = """
+import anyio, sys, threading, warnings
+from dreamlake.lakeshore import _loops
+warnings.simplefilter("ignore", RuntimeWarning)
+how, then = sys.argv[1:]
+cleaned_up = threading.Event()
+
+async def wait():
+    try:
+        print("waiting", flush=True)
+        await anyio.sleep_forever()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(0.2)
+            print("cleaned up", flush=True)
+            cleaned_up.set()
+
+def call():
+    try:
+        _loops.run_sync(wait, hint="")
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        if then == "lives on":
+            print("cancelled:", cleaned_up.wait(20))
+        raise SystemExit(130)
+
+async def main():
+    call()
+
+if how == "plain":
+    call()
+else:
+    anyio.run(main, backend=how)
+"""
+
+
+@pytest.mark.parametrize("then", ["lives on", "exits"])
+@pytest.mark.parametrize("how", ["plain", "asyncio", "trio"])
+def test_ctrl_c_returns_at_once_and_cancels(how: str, then: str) -> None:
+    process = fresh_python(INTERRUPTED, how, then)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    # It is back before the clean-up, which goes on beside it; the exit waits for that.
+    expected = ["interrupted", "cleaned up"] + (["cancelled: True"] if then == "lives on" else [])
+    assert (process.returncode, out.splitlines(), err) == (130, expected, "")
+
+
+# Fork
+
+
+def test_a_forked_child_has_a_portal_of_its_own() -> None:
+    out, err = run_python(
+        """
+        import anyio, gc, os, threading
+        from dreamlake.lakeshore import _loops, _portal
+
+        async def pid():
+            await anyio.sleep(0.01)
+            return os.getpid()
+
+        stop = threading.Event()
+        def busy():
+            while not stop.is_set():
+                _loops.run_sync(pid, hint="")
+        threads = [threading.Thread(target=busy) for _ in range(4)]
+        for thread in threads: thread.start()
+        parent = _loops.portal()
+        for _ in range(20):
+            with _portal._starting:  # somebody is just starting the portal
+                if (child := os.fork()) == 0:
+                    assert _loops.run_sync(pid, hint="") == os.getpid()
+                    assert _loops.portal() is not parent
+                    gc.collect()
+                    assert _portal._forked[0].portal is parent  # to free its loop would disturb that of the parent
+                    raise SystemExit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            assert _loops.run_sync(pid, hint="") == os.getpid()
+        stop.set()
+        for thread in threads: thread.join()
+        print("done")
+        """
+    )
+    assert (out, err) == ("done\n", "")
+
+
+def test_a_child_of_multiprocessing_too() -> None:
+    out, err = run_python(
+        """
+        import multiprocessing, os, sys
+        from dreamlake.lakeshore import _loops
+        async def pid(): return os.getpid()
+        def child(queue): queue.put(_loops.run_sync(pid, hint="") == os.getpid())
+        _loops.run_sync(pid, hint="")
+        fork = multiprocessing.get_context("fork")
+        queue = fork.Queue()
+        process = fork.Process(target=child, args=(queue,))
+        process.start()
+        print(queue.get())
+        process.join()
+        print(process.exitcode)
+        """
+    )
+    assert (out.split(), err) == (["True", "0"], "")
+
+
+# The end of the interpreter
+
+RESOURCE = """
+import anyio, asyncio, contextlib, threading, time, warnings
+import aiosqlite
+from dreamlake.lakeshore import _loops
+
+class Connection:
+    async def close(self):
+        await self.connection.close()
+        print("closed", flush=True)
+
+async def opener():
+    opened = Connection()
+    opened.connection = await _loops.on_daemon_thread(lambda: aiosqlite.connect(":memory:"))
+    return opened
+
+connections = _loops.PerLoop(opener)
+
+async def use(statement="select 1"):
+    opened = await _loops.across("portal", connections.get)
+    return await _loops.across("portal", opened.connection.execute_fetchall, statement)
+
+async def use_here():
+    opened = await connections.get()
+    await opened.connection.execute_fetchall("select 1")
+
+async def token():
+    return _loops.loop_token()
+
+def sync(statement="select 1"):
+    return _loops.run_sync(use, statement, hint="")
+
+def loop_in_daemon_thread():
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+def in_daemon_thread(fn, *args):
+    def run():
+        with contextlib.suppress(_loops.PlaneUnavailable):  # it is told
+            _loops.run_sync(fn, *args, hint="")
+    threading.Thread(target=run, daemon=True).start()
+    time.sleep(0.2)
+"""
+SLOW = "with recursive n(x) as (select 1 union all select x + 1 from n where x < 300000000) select max(x) from n"
+ENDINGS = {
+    "the portal was used": ("sync()", 0, 1),
+    "asyncio.run": ("asyncio.run(use_here())", 0, 1),
+    "asyncio.run and the portal": ("sync(); asyncio.run(use_here()); asyncio.run(use())", 0, 2),
+    "trio.run": ("anyio.run(use, backend='trio')", 0, 1),
+    "a loop that is never ended": ("loop = asyncio.new_event_loop(); loop.run_until_complete(use_here())", 0, 0),
+    "a loop in a daemon thread": (
+        "asyncio.run_coroutine_threadsafe(use_here(), loop_in_daemon_thread()).result()",
+        0,
+        0,
+    ),
+    "an exception": ("sync(); raise SystemExit('sorry')", 1, 1),
+    "a statement is under way": (f"sync(); in_daemon_thread(use, {SLOW!r})", 0, 0),
+    "a daemon thread waits": ("sync(); in_daemon_thread(anyio.sleep_forever)", 0, 1),
+    "a callback blocks the portal": (
+        "sync(); _loops.run_sync_soon(_loops.run_sync(token, hint=''), time.sleep, 60)",
+        0,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_no_way_to_leave_the_interpreter_hangs(ending: str) -> None:
+    script, code, closed = ENDINGS[ending]
+    begin = time.monotonic()
+    out, err = run_python(RESOURCE + script.replace("; ", "\n"), code=code, timeout=40)
+    assert out.count("closed") == closed
+    assert err == ("sorry\n" if code else "")
+    assert time.monotonic() - begin < 30
+
+
+def test_a_call_after_the_end_says_so() -> None:
+    out, err = run_python(
+        """
+        import atexit
+
+        async def nothing(): ...
+
+        def late():
+            try:
+                _loops.run_sync(nothing, hint="")
+            except Exception as exc:
+                print(f"{type(exc).__name__}: {exc}")
+
+        atexit.register(late)  # runs after the package's own handler, which comes with the import below
+        from dreamlake.lakeshore import _loops
+
+        def early():
+            print(_loops.run_sync(nothing, hint=""))
+
+        atexit.register(early)  # runs before it
+        _loops.run_sync(nothing, hint="")
+        """
+    )
+    late = "the interpreter is exiting and starts no event loop for this call any more; make it before the exit"
+    assert out.splitlines() == ["None", f"PlaneUnavailable: {late}"]
+    assert err == ""
