@@ -25,6 +25,8 @@ class Settings:
     root: where workers resolve the keys of `dls.run` (LAKESHORE_ROOT; None: the current folder).
     queue: the queue of a worker started without `--queue` (LAKESHORE_QUEUE).
     runtime_policy: `strict`, `minor` or `off` (LAKESHORE_RUNTIME_POLICY).
+    mongo, redis: what a server started without `--mongo` and `--redis` serves (LAKESHORE_MONGO_URL, LAKESHORE_REDIS_URL);
+    their passwords never shown by repr.
     """
 
     url: str | None
@@ -34,6 +36,8 @@ class Settings:
     root: Path | None
     queue: str
     runtime_policy: str
+    mongo: str | None
+    redis: str | None
 
     def __repr__(self) -> str:
         token = "set" if self.client_token else None
@@ -57,4 +61,6 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         root=Path(root).expanduser() if root else None,
         queue=get("QUEUE") or "default",
         runtime_policy=get("RUNTIME_POLICY") or "minor",
+        mongo=get("MONGO_URL"),
+        redis=get("REDIS_URL"),
     )

@@ -88,8 +88,9 @@ TABLE = {
     "planes.mongo.clock": Row(drivers="bson"),
     "planes.mongo.updates": Row("planes.contract planes.mongo.documents"),
     "planes.mongo.bodies": Row(drivers="bson"),
+    "planes.mongo.births": Row("planes.mongo.documents", "bson"),
     "planes.mongo.connection": Row(
-        "_loops planes.mongo.bodies planes.mongo.clock planes.mongo.documents", "anyio bson pymongo"
+        "_loops planes.mongo.births planes.mongo.bodies planes.mongo.clock planes.mongo.documents", "anyio bson pymongo"
     ),
     "planes.mongo.submits": Row(
         "planes.contract planes.mongo.bodies planes.mongo.connection planes.mongo.documents", "pymongo"
@@ -107,7 +108,10 @@ TABLE = {
         "planes.contract planes.mongo.changes planes.mongo.claims planes.mongo.connection planes.mongo.documents "
         "planes.mongo.updates"
     ),
-    "planes.mongo.live": Row("_loops planes.contract planes.mongo.connection", "anyio redis"),
+    "planes.mongo.news": Row("wire._msgpack planes.contract planes.mongo.documents"),
+    "planes.mongo.live": Row(
+        "_loops planes.contract planes.mongo.births planes.mongo.connection planes.mongo.news", "anyio redis"
+    ),
     "planes.mongo.frames": Row(
         "planes.contract planes.states planes.mongo.bodies planes.mongo.changes planes.mongo.connection "
         "planes.mongo.documents planes.mongo.live planes.mongo.submits planes.mongo.updates",
@@ -123,7 +127,8 @@ TABLE = {
         "planes.mongo.updates"
     ),
     "planes.mongo.watch": Row(
-        "_loops planes.contract planes.mongo.connection planes.mongo.documents planes.mongo.live", "anyio"
+        "_loops planes.contract planes.mongo.connection planes.mongo.documents planes.mongo.live planes.mongo.news",
+        "anyio",
     ),
     "planes.mongo.store": Row(
         "planes.contract planes.plane planes.mongo.bodies planes.mongo.changes planes.mongo.claims "

@@ -317,8 +317,10 @@ def test_the_variables_in_it_are_read() -> None:
     changed = {
         "LAKESHORE_CLIENT_TOKEN": "t",
         "LAKESHORE_HOME": "/h",
+        "LAKESHORE_MONGO_URL": "mongodb://127.0.0.1/lakeshore",
         "LAKESHORE_NAMESPACE": "team",
         "LAKESHORE_QUEUE": "q",
+        "LAKESHORE_REDIS_URL": "redis://127.0.0.1/0",
         "LAKESHORE_ROOT": "/r",
         "LAKESHORE_RUNTIME_POLICY": "off",
         "LAKESHORE_URL": "http://127.0.0.1:8750",

@@ -32,5 +32,9 @@ def test_what_is_said() -> None:
 def test_secrets_are_not_shown(url: str) -> None:
     shown = repr(read_settings({"LAKESHORE_URL": url, "LAKESHORE_CLIENT_TOKEN": "lks_hunter2"}))
     assert "hunter2" not in shown
+    for name, field in {"LAKESHORE_MONGO_URL": "mongo", "LAKESHORE_REDIS_URL": "redis"}.items():
+        settings = read_settings({name: url})
+        assert getattr(settings, field) == url
+        assert "hunter2" not in repr(settings)
     assert "url='http://host:1/v', client_token=set, namespace=None, " in shown
     assert "client_token=None" in repr(read_settings({}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -42,7 +43,9 @@ class Came(NamedTuple):
 
 
 @plane.command()
-@click.option("--from", "source", required=True, metavar="PLANE", help="A plane's file, or a mongodb:// address.")
+@click.option(
+    "--from", "source", required=True, metavar="PLANE", help="A plane's file, a mongodb:// address, or env:NAME."
+)
 @click.option("--to", "target", required=True, metavar="PLANE", help="The same, of the plane to write to.")
 @click.option(
     "--from-namespace", metavar="NAME", help="Whose invocations.  [default: $LAKESHORE_NAMESPACE, else default]"
@@ -68,7 +71,11 @@ def migrate(
 
     At the end both planes are read once more and compared, row by row; only when they are alike is the exit code 0. What
     is written is untrusted, whatever it was: workers run pickled functions in it only with --allow-pickled.
+
+    env:NAME is the address in the environment variable of that name: for one with a password, which a list of processes
+    would show.
     """
+    source, target = _spelled_out("--from", source), _spelled_out("--to", target)
     ns = from_namespace or read_settings().namespace or "default"
     planes = _planes((source, ns), (target, to_namespace or ns), dry_run)
 
@@ -185,6 +192,17 @@ def _plane(option: str, where: str, ns: str) -> Plane:
 
 
 _MONGO = ("mongodb", "mongodb+srv")
+
+
+def _spelled_out(option: str, where: str) -> str:
+    """A plane's file or address, also where it stands in the environment."""
+    if not where.startswith("env:"):
+        return where
+    name = where.removeprefix("env:")
+    found = os.environ.get(name)
+    if not found:
+        raise click.UsageError(f"{option} {where} names an environment variable that is not set: set {name}")
+    return found
 
 
 def _scheme(where: str) -> str:

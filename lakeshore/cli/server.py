@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..planes.plane import Plane
     from ..server.tokens import TokenFile
+    from ..settings import Settings
 
 __all__ = ["server"]
 
@@ -77,8 +78,17 @@ def server() -> None:
     "--port", type=click.IntRange(0, 65535), default=8750, show_default=True, help="The port; 0: one that is free."
 )
 @click.option("--db", metavar="PATH", help="The plane's file.  [default: $LAKESHORE_HOME/lakeshore.db]")
-@click.option("--mongo", metavar="URL", help="In place of a file: mongodb://HOST:27017/DATABASE, which servers share.")
-@click.option("--redis", metavar="URL", help="With --mongo: redis://HOST:6379/0, for quick wake-ups across servers.")
+@click.option(
+    "--mongo",
+    metavar="URL",
+    help="In place of a file: mongodb://HOST:27017/DATABASE, which servers share. One with a password belongs into the "
+    "environment, where no list of processes shows it.  [default: $LAKESHORE_MONGO_URL, if there is no --db]",
+)
+@click.option(
+    "--redis",
+    metavar="URL",
+    help="With a database: redis://HOST:6379/0, for quick wake-ups across servers.  [default: $LAKESHORE_REDIS_URL]",
+)
 @click.option(
     "--namespace",
     metavar="NAME",
@@ -137,7 +147,7 @@ def _start(options: Options) -> int:
     where = addresses(options.host, options.port)
     if not (loopback_only(where) or tokens.required or options.insecure):
         raise click.UsageError(_closed(options.host, path))
-    plane = _plane(options, options.namespace or settings.namespace or "default", settings.home / "lakeshore.db")
+    plane = _plane(options, settings)
     # Where everybody is let in, no page in a browser may be led here by a name of its own making.
     hosts = (options.host, *options.allowed_hosts) if options.allowed_hosts or not tokens.required else ()
     uvloop = {"use_uvloop": sys.platform != "win32"}
@@ -146,15 +156,18 @@ def _start(options: Options) -> int:
         return anyio.run(_serve, plane, tokens, sockets, hosts, options, backend="asyncio", backend_options=uvloop)
 
 
-def _plane(options: Options, ns: str, home: Path) -> Plane:
-    """The plane that is served: a file's, or with --mongo a database's."""
-    if not options.mongo:  # an empty option, as scripts make of unset variables, is an absent one
+def _plane(options: Options, settings: Settings) -> Plane:
+    """The plane that is served: a file's, or a database's where one is named, by an option or else by the environment."""
+    ns = options.namespace or settings.namespace or "default"
+    file = options.db or options.durable  # an empty option, as scripts make of unset variables, is an absent one
+    mongo = options.mongo or (None if file else settings.mongo)
+    if not mongo:
         if options.redis:
             raise click.UsageError("--redis makes servers over MongoDB quick: name the database with --mongo")
         from ..planes.sqlite.store import Dispatch
 
-        return Dispatch(options.db or home, ns=ns, durable=options.durable)
-    if options.db or options.durable:
+        return Dispatch(options.db or settings.home / "lakeshore.db", ns=ns, durable=options.durable)
+    if file:
         other = "--db names a file" if options.db else "--durable is for a file"
         raise click.UsageError(
             f"{other}, and --mongo a database, whose writes a majority always has: give one of the two"
@@ -163,9 +176,10 @@ def _plane(options: Options, ns: str, home: Path) -> Plane:
     from ..planes.mongo.store import MongoDispatch
 
     try:
-        return MongoDispatch(options.mongo, options.redis or None, ns=ns)
+        return MongoDispatch(mongo, options.redis or settings.redis, ns=ns)
     except ValueError as exc:
-        raise click.UsageError(str(exc)) from None
+        said = "" if options.mongo else "LAKESHORE_MONGO_URL or LAKESHORE_REDIS_URL: "
+        raise click.UsageError(f"{said}{exc}") from None
 
 
 def _closed(host: str, path: Path) -> str:

@@ -21,7 +21,7 @@ from dreamlake.lakeshore.testing.lab import RULES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "http"))  # where http_kit and its bodies lie
 
-from http_kit import LIMIT, Process, Server
+from http_kit import LIMIT, Process, Server, environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,10 +120,20 @@ def _own(kind: type[Service], folder: Path, *options: str) -> Iterator[Service]:
 class MongoServer(Server):
     """`lakeshore server start` over a database, on a port of its own unless one is given."""
 
-    def __init__(self, place: Place, *options: object, port: int = 0, tokens: Path) -> None:
-        redis = [] if place.redis is None else ["--redis", place.redis]
-        command = ["server", "start", "--port", port, "--mongo", place.mongo, *redis, "--token-file", tokens, *options]
-        Process.__init__(self, "-m", "dreamlake.lakeshore", *command)
+    def __init__(
+        self, place: Place, *options: object, port: int = 0, tokens: Path, by_environment: bool = False
+    ) -> None:
+        named = {"mongo": place.mongo, "redis": place.redis}
+        given = {kind: url for kind, url in named.items() if url is not None}
+        urls: list[str] = []
+        variables: dict[str, str] = {}
+        for kind, url in given.items():
+            if by_environment:
+                variables[f"LAKESHORE_{kind.upper()}_URL"] = url
+            else:
+                urls += [f"--{kind}", url]
+        command = ["server", "start", "--port", port, *urls, "--token-file", tokens, *options]
+        Process.__init__(self, "-m", "dreamlake.lakeshore", *command, env=environment(**variables))
         try:
             self.port = int(wait_until_sync(self._started, LIMIT, "the line that a server starts with"))
         except BaseException:

@@ -27,7 +27,7 @@ def admin(service: Service, **options: Any) -> Any:
     """A blocking client of ours."""
     import redis
 
-    return redis.Redis(port=service.port, decode_responses=True, **options)
+    return redis.Redis(**{"port": service.port, "decode_responses": True, **options})
 
 
 def subscribers(service: Service) -> int:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -25,7 +26,6 @@ from dreamlake.lakeshore.testing import check_plane
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
 
     from mongo_kit import Place
 
@@ -265,12 +265,16 @@ async def test_namespaces_of_servers_are_those_of_the_plane(servers: Servers, pl
 
 
 @asyncio_only
-async def test_the_start_line_says_where_and_hides_secrets(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_environment", [True, False])
+async def test_the_start_line_says_where_and_hides_secrets(place: Place, tmp_path: Path, by_environment: bool) -> None:
     secret = "hunter2-not-for-any-log"
     with own_redis(tmp_path / "redis", "--requirepass", secret) as redis:
         place = place._replace(redis=f"redis://:{secret}@127.0.0.1:{redis.port}/0")
-        server = MongoServer(place, tokens=tmp_path / "no-tokens")
+        server = MongoServer(place, tokens=tmp_path / "no-tokens", by_environment=by_environment)
         try:
+            if by_environment:  # where everybody on the machine may look
+                command = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+                assert secret.encode() not in command
             async with dls.HttpDispatch(server.url) as plane:
                 await plane.submit("q", b"body")
             assert "MongoDispatch(" in server.err
@@ -279,6 +283,33 @@ async def test_the_start_line_says_where_and_hides_secrets(place: Place, tmp_pat
         finally:
             server.end()
     assert secret not in server.err + server.out
+
+
+@asyncio_only
+@pytest.mark.parametrize("option", ["--db", "--durable"])
+async def test_an_option_for_a_file_is_not_overruled_by_the_environment(
+    place: Place, tmp_path: Path, option: str
+) -> None:
+    option_for = {"--db": ["--db", tmp_path / "some.db"], "--durable": ["--durable"]}[option]
+    server = MongoServer(place, *option_for, tokens=tmp_path / "no-tokens", by_environment=True)
+    try:
+        assert "MongoDispatch" not in server.err
+        assert ".db" in server.err
+    finally:
+        server.end()
+
+
+def test_an_address_in_the_environment_that_is_none_is_named(tmp_path: Path) -> None:
+    started = Processes()
+    try:
+        process = started.command(
+            "server", "start", LAKESHORE_MONGO_URL="mongodb://me:hunter2@/", LAKESHORE_HOME=str(tmp_path)
+        )
+        assert process.ends() == 2
+        assert "LAKESHORE_MONGO_URL or LAKESHORE_REDIS_URL: expected an address such as mongodb://HOST" in process.err
+        assert "hunter2" not in process.err
+    finally:
+        started.end()
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,19 @@ def test_the_command(mongo_database: str, tmp_path: Path) -> None:
     ]
 
 
+def test_addresses_may_stand_in_the_environment(
+    mongo_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.db").touch()
+    there = ("--from", tmp_path / "a.db", "--to", "env:THE_FLEET")
+    ran = cli("plane", "migrate", *there)
+    assert ran.code == 2
+    assert "--to env:THE_FLEET names an environment variable that is not set: set THE_FLEET" in ran.err
+    monkeypatch.setenv("THE_FLEET", mongo_database)
+    ran = cli("plane", "migrate", *there)
+    assert ran.code == 0, ran.err
+
+
 def test_an_address_that_is_none_shows_no_password(tmp_path: Path) -> None:
     (tmp_path / "a.db").touch()
     ran = cli("plane", "migrate", "--from", tmp_path / "a.db", "--to", "mongodb://me:secret@/x")

@@ -150,7 +150,7 @@ class Claims:
         return found
 
     async def _claimed(self, row: Document) -> Claimed:
-        self._db.remember(row)
+        self._db.births.remember(row)
         body = await self._db.bodies.whole(row["envelope"])
         config = await self._db.bodies.whole(row["runConfig"]["config"])
         return Claimed(

@@ -16,9 +16,10 @@ from pymongo import errors as driver
 
 from ..._loops import spawn
 from ...errors import DispatchError, LakeshoreError, NotAuthorized, PlaneUnavailable, WireError
+from .births import Births
 from .bodies import Bodies
 from .clock import DatabaseClock
-from .documents import INDEXES, VERSION, Document, Index, birth_of, key_of
+from .documents import INDEXES, VERSION, Document, Index, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -33,7 +34,6 @@ T = TypeVar("T")
 DATABASE = "lakeshore"
 """The database of an address that names none."""
 DUPLICATE = 11000
-MOST_BIRTHS = 10_000
 _OPTIONS: dict[str, Any] = {
     # A call ends within these, and the plane asks again: who waits can be cancelled in between.
     "serverSelectionTimeoutMS": 5_000,
@@ -180,7 +180,7 @@ class Database:
         self.frames: AsyncCollection[Document] = self.database["frames"]
         self.bodies = Bodies(self.database)
         self.clock = DatabaseClock(self._time)
-        self._births: dict[str, str] = {}
+        self.births = Births(self._born)
         self.uid = ""
         self.stamps = True
         """Whether the server fills in the timestamps of submits."""
@@ -218,21 +218,10 @@ class Database:
         said = await self.client.admin.command("hello", codec_options=self.database.codec_options)
         return int(said["localTime"]) / 1000
 
-    def remember(self, row: Document) -> None:
-        """Keep in mind which invocation of its id this row is."""
-        if len(self._births) >= MOST_BIRTHS:
-            self._births.clear()
-        self._births[row["id"]] = birth_of(row)
-
-    async def births(self, ids: Sequence[str]) -> dict[str, str]:
-        """Which invocation each of `ids` is, of those that are there: an id may be used again after a purge."""
-        unknown = [key_of(self.ns, id) for id in ids if id not in self._births]
-        if unknown:
-            with guarded(self.name):
-                found = self.invocations.find({"_id": {"$in": unknown}}, {"id": 1, "submittedAt": 1})
-                async for row in found:
-                    self.remember(row)
-        return {id: self._births[id] for id in ids if id in self._births}
+    async def _born(self, ids: Sequence[str]) -> list[Document]:
+        with guarded(self.name):
+            wanted = {"_id": {"$in": [key_of(self.ns, id) for id in ids]}}
+            return await self.invocations.find(wanted, {"id": 1, "submittedAt": 1}).to_list()
 
     def submitted_at(self) -> Timestamp:
         """The timestamp for a new document: one that the server fills in, where it does."""

@@ -1,17 +1,16 @@
 """Redis: what makes the plane quick across servers, and nothing that it needs.
 
-After a change its news is published on one channel of the namespace. Frames are also added, under their own numbers, to a
-stream for each invocation, whose key tells it from an earlier one of its id: readers of a live journal are served from
-memory. All of it is in the database first. A failure of Redis is said once, and swallowed: until it is back nothing is sent
-to it but now and then.
+After a change its news is published on one channel of the namespace, with the outcome of what ended where that is small.
+Frames are also added, under their own numbers, to a stream for each invocation, whose key tells it from an earlier one of
+its id: readers of a live journal are served from memory. All of it is in the database first. A failure of Redis is said
+once, and swallowed: until it is back nothing is sent to it but now and then.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from redis import asyncio as redis
@@ -21,11 +20,14 @@ from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissi
 
 from ..._loops import spawn
 from ...errors import LakeshoreError
-from ..contract import Kind, News
 from .connection import shown_url
+from .news import Told, pack, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ..contract import News
+    from .births import Births
 
 __all__ = ["Live"]
 
@@ -43,18 +45,13 @@ TTL = 900
 """Seconds after the last frame for which a stream is kept."""
 BACKLOG = 10_000
 """Changes that wait to be sent; beyond that they are dropped, and readers find them in the database."""
-NAMES = 500
-"""Names of one kind in one message; of more the message says only that there are some."""
-_KINDS: tuple[Kind, ...] = ("queue", "id", "journal", "claims")
 _FAILURES = (RedisError, OSError, EOFError, TimeoutError, ValueError, TypeError, RuntimeError)
 
 
 class Live:
     """One engine's connection to Redis. Made, used and closed on one event loop of asyncio."""
 
-    def __init__(
-        self, url: str, uid: str, ns: str, births: Callable[[Sequence[str]], Awaitable[dict[str, str]]]
-    ) -> None:
+    def __init__(self, url: str, uid: str, ns: str, births: Births) -> None:
         self._births = births
         self._prefix, self._name = f"lakeshore:{uid}:{ns}", shown_url(url)
         client: Any = redis.Redis
@@ -76,9 +73,10 @@ class Live:
 
     # What goes out
 
-    def tell(self, news: Iterable[News]) -> None:
-        """Publish news, soon."""
-        self._send([("news", (one.kind, one.name)) for one in news])
+    def tell(self, news: Iterable[News], births: Mapping[str, str] | None = None) -> None:
+        """Publish news, soon; outcomes only of invocations whose births are given, as they were known before they ended."""
+        known = births or {}
+        self._send([("news", Told(one, None if one.name is None else known.get(one.name))) for one in news])
 
     def add(self, id: str, first_seq: int, frames: Sequence[bytes]) -> None:
         """Add frames that the database has, soon."""
@@ -113,32 +111,26 @@ class Live:
                 self._answered(_writes(changes))
 
     async def _push(self, changes: list[tuple[str, Any]]) -> None:
-        names: dict[Kind, dict[str | None, None]] = {kind: {} for kind in _KINDS}
         async with self._client.pipeline(transaction=True) as pipe:
             births = await self._births_of({data[0] for what, data in changes if what == "frame"})
             streams: dict[str, None] = {}
             for what, data in changes:
-                if what == "news":
-                    names[data[0]][data[1]] = None
-                elif (birth := births.get(data[0])) is not None:
+                if what != "news" and (birth := births.get(data[0])) is not None:
                     stream, seq, frame = self._stream(data[0], birth), data[1], data[2]
                     # An entry's own number is the frame's, from 1 on: a page is a range of them, and a gap is seen.
                     pipe.xadd(stream, {"frame": frame}, id=f"{seq + 1}-0", maxlen=MOST, approximate=True)
                     streams[stream] = None
             for stream in streams:
                 pipe.expire(stream, TTL)
-            told = {
-                kind: None if None in some or len(some) > NAMES else [*some] for kind, some in names.items() if some
-            }
-            if told:
-                pipe.publish(self._prefix, json.dumps(told))
+            if message := pack(data for what, data in changes if what == "news"):
+                pipe.publish(self._prefix, message)
             for answer in await pipe.execute(raise_on_error=False):
                 if isinstance(answer, RedisError) and not _is_missing(answer):
                     raise answer
 
     async def _births_of(self, ids: set[str]) -> dict[str, str]:
         try:
-            return await self._births(list(ids)) if ids else {}
+            return await self._births.of(list(ids)) if ids else {}
         except LakeshoreError:  # these frames will be missing
             return {}
 
@@ -183,7 +175,7 @@ class Live:
             news: list[News] = []
             wait = timeout
             while (message := await self._heard.get_message(ignore_subscribe_messages=True, timeout=wait)) is not None:
-                news += _news(message.get("data"))
+                news += [self._believed(told) for told in unpack(message.get("data"))]
                 wait = 0.0
             return False, news
         except _FAILURES as exc:
@@ -194,6 +186,13 @@ class Live:
             with anyio.CancelScope(shield=True):
                 await self.deafen()
             raise
+
+    def _believed(self, told: Told) -> News:
+        """News with its outcome, if that is of the very invocation that was last seen here under this id."""
+        news, birth = told
+        if news.outcome is not None and birth != self._births.known(news.outcome.id):
+            return news._replace(outcome=None)
+        return news
 
     async def deafen(self) -> None:
         """Stop listening."""
@@ -245,21 +244,3 @@ def _is_missing(exc: BaseException) -> bool:
     """Whether an entry is refused for what its stream holds, one that comes after a later one, or is no stream: then it is
     missing there, and nothing is wrong with the server."""
     return isinstance(exc, ResponseError) and ("equal or smaller" in str(exc) or "WRONGTYPE" in str(exc))
-
-
-def _news(data: Any) -> list[News]:
-    """The news in a message. Whoever reaches the channel can write there: what is none is ignored."""
-    try:
-        told: Any = json.loads(data)
-        if not isinstance(told, dict):
-            return []
-        news: list[News] = []
-        for kind in _KINDS:
-            names: Any = cast("dict[str, Any]", told).get(kind, ())
-            if names is None:
-                news.append(News(kind))
-            elif isinstance(names, list):
-                news += [News(kind, name) for name in cast("Iterable[Any]", names) if isinstance(name, str)]
-        return news
-    except (ValueError, TypeError, RecursionError):
-        return []

@@ -31,7 +31,7 @@ async def outcomes(db: Database, ids: Sequence[str]) -> list[Outcome]:
     """How each of `ids` stands, in order."""
     wanted = {"_id": {"$in": [key_of(db.ns, id) for id in dict.fromkeys(ids)]}}
     found: dict[str, Outcome] = {}
-    async for row in db.invocations.find(wanted, names(("id", "state", "result", "error"))):
+    async for row in db.invocations.find(wanted, names(("id", "state", "result", "error", "submittedAt"))):
         id, state = row["id"], row["state"]
         if state in TERMINAL:
             try:
@@ -39,6 +39,7 @@ async def outcomes(db: Database, ids: Sequence[str]) -> list[Outcome]:
             except (BytesLost, WireError) as exc:  # of this one, not of all who ask along with it
                 found[id] = Outcome(id, "failed", None, Failure("WireError", f"it ended {state}, and {exc}"))
         else:
+            db.births.remember(row)  # who hears of an end wants to know whether it is this one's
             found[id] = Outcome(id, "pending")
     return [found.get(id) or Outcome(id, "unknown") for id in ids]
 

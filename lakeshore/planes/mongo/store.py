@@ -39,7 +39,7 @@ from .connection import Database, check_mongo_url, check_redis_url, guarded, sho
 from .submits import submit
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from .live import Live
 
@@ -118,6 +118,7 @@ class MongoStore:
     async def apply(self, ops: Sequence[Operation]) -> Sequence[Any]:
         """Each kind as it is sent best; then the news, which nobody waits for."""
         answers: list[Any] = []
+        births = {} if self._live is None else self._births(ops)
         with guarded(self._db.name):
             if time.monotonic() - self._read > DRIFT:
                 self._read = time.monotonic()
@@ -134,7 +135,7 @@ class MongoStore:
                     answers += await self._in_rounds(some, lambda ops: moves.restore(self._db, ops))
                 else:
                     answers += await self._each(some)
-        self._tell(ops, answers)
+        self._tell(ops, answers, births)
         return answers
 
     async def _bulk(self, ops: list[Any], send: Callable[[list[Any]], Awaitable[list[Any]]]) -> list[Any]:
@@ -197,7 +198,12 @@ class MongoStore:
             case _:
                 raise TypeError(f"no operation of the contract: {op!r:.100}")
 
-    def _tell(self, ops: Sequence[Operation], answers: Sequence[Any]) -> None:
+    def _births(self, ops: Sequence[Operation]) -> dict[str, str]:
+        """Which invocations are about to end, of those that are known: told afterwards, it might be of a later one."""
+        known = self._db.births.known
+        return {op.fence.id: birth for op in ops if isinstance(op, Finish) and (birth := known(op.fence.id))}
+
+    def _tell(self, ops: Sequence[Operation], answers: Sequence[Any], births: Mapping[str, str]) -> None:
         """What other engines are to know, through Redis."""
         live = self._live
         if live is None:
@@ -211,7 +217,7 @@ class MongoStore:
                 if appended.duplicates == 0:  # what is repeated was added when it was new
                     live.add(op.fence.id, op.first_seq, op.frames)
             news += news_of(op, answer)
-        live.tell(news)
+        live.tell(news, births)
 
     # Reads
 
@@ -282,8 +288,8 @@ class MongoDispatch(Plane):
 
     mongo_url: mongodb://HOST:27017/DATABASE; the database is `lakeshore` where none is named, and its options are the
     driver's. redis_url: redis://HOST:6379/0, for wake-ups and live streams across engines; without it, and while it does
-    not answer, the database is looked at several times a second while somebody waits. It holds frames of live streams, and
-    has to be as private as the database. ns: whose invocations are seen.
+    not answer, the database is looked at several times a second while somebody waits. It holds frames of live streams and
+    passes small results on, and has to be as private as the database. ns: whose invocations are seen.
 
     An async context manager, and usable without: the first use opens it. One object may be used from several event
     loops. Raises ValueError for an address that is none, PlaneUnavailable when the database does not answer,

@@ -11,14 +11,15 @@ import anyio
 
 from ..._loops import across
 from ...errors import LakeshoreError
-from ..contract import Kind, News
+from ..contract import News
 from .connection import unbroken
 from .documents import Document, date, key_of, seconds
+from .news import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..contract import Interest
+    from ..contract import Interest, Kind
     from .connection import Database
     from .live import Live
 
@@ -38,12 +39,11 @@ OVERLAP = 5.0
 """Seconds that a write may take from its time stamp to where it is seen, and a frame from its promise."""
 MOST = 2000
 MOST_JOURNALS = 500
-_KINDS: tuple[Kind, ...] = ("queue", "id", "journal", "claims")
 
 
 async def watch(db: Database, live: Live | None, interest: Interest, tell: Callable[[News], None]) -> None:
     """Tell what others change, until cancelled. On the waiters' loop; the drivers are asked on theirs."""
-    for kind in _KINDS:
+    for kind in KINDS:
         tell(News(kind))
     async with anyio.create_task_group() as group:
         if live is not None:
@@ -61,7 +61,7 @@ async def _listen(live: Live, tell: Callable[[News], None]) -> None:
         for one in news:
             tell(one)
         if fresh:  # what was told before nobody here has heard
-            for kind in _KINDS:
+            for kind in KINDS:
                 tell(News(kind))
 
 
@@ -72,10 +72,10 @@ async def _look(db: Database, live: Live | None, interest: Interest, tell: Calla
         await anyio.sleep(pause * random.uniform(0.8, 1.2))
         if time.monotonic() - last >= ALL:
             last = time.monotonic()
-            for kind in _KINDS:
+            for kind in KINDS:
                 tell(News(kind))
             continue
-        wanted: dict[Kind, Sequence[str]] = {kind: interest.names(kind) for kind in _KINDS if interest.waits(kind)}
+        wanted: dict[Kind, Sequence[str]] = {kind: interest.names(kind) for kind in KINDS if interest.waits(kind)}
         try:
             for news in await across("asyncio", unbroken, db.name, look.changes, wanted):
                 tell(news)

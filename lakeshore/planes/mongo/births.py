@@ -1,0 +1,49 @@
+"""Which invocation an id is: it may be used again after a purge, and what comes late is told apart by that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .documents import Document, birth_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from bson import Timestamp
+
+__all__ = ["Births"]
+
+MOST = 50_000
+"""Ids that are kept in mind; beyond that the oldest are forgotten, and read again when they are asked for."""
+
+
+class Births:
+    """The latest invocation that one engine has seen under each id. `read` gives the documents of ids it has not."""
+
+    def __init__(self, read: Callable[[Sequence[str]], Awaitable[list[Document]]]) -> None:
+        self._read = read
+        self._seen: dict[str, tuple[Timestamp, str]] = {}
+
+    def remember(self, row: Document) -> None:
+        """Keep in mind which invocation of its id this row is. Of two reads the answers may come in either order."""
+        id, at = row["id"], row["submittedAt"]
+        known = self._seen.get(id)
+        if known is not None and known[0] > at:
+            return
+        if known is None and len(self._seen) >= MOST:
+            del self._seen[next(iter(self._seen))]
+        self._seen[id] = at, birth_of(row)
+
+    def known(self, id: str) -> str | None:
+        """Which invocation `id` is, as far as has been seen."""
+        seen = self._seen.get(id)
+        return None if seen is None else seen[1]
+
+    async def of(self, ids: Sequence[str]) -> dict[str, str]:
+        """Which invocation each of `ids` is, of those that are there."""
+        births = {id: birth for id in ids if (birth := self.known(id)) is not None}
+        if unknown := [id for id in ids if id not in births]:
+            for row in await self._read(unknown):
+                self.remember(row)
+                births[row["id"]] = birth_of(row)
+        return births

@@ -1,0 +1,191 @@
+"""How an invocation ended rides on the message that says so: what is believed of it, and what is looked up all the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+from helpers import wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+from mongo_kit import fence, own_redis
+from mongo_streams import admin, subscribers
+
+from dreamlake.lakeshore.planes.contract import TERMINAL, Failure, News, Outcome
+from dreamlake.lakeshore.planes.mongo import births as births_module
+from dreamlake.lakeshore.planes.mongo.births import Births
+from dreamlake.lakeshore.planes.mongo.news import NAMES, SMALL, Told, pack, unpack
+from dreamlake.lakeshore.wire._msgpack import packb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from mongo_kit import Place
+    from mongo_services import Service
+
+    import dreamlake.lakeshore as dls
+
+asyncio_only = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+
+texts = st.text(max_size=20)
+failures = st.builds(Failure, texts.filter(bool), texts, st.none() | texts)
+outcomes = st.builds(
+    Outcome, st.just("id"), st.sampled_from(sorted(TERMINAL)), st.binary(max_size=50), st.none() | failures
+)
+names = st.sampled_from(["id", "ends", "queue", "journal", "claims"])
+leaves = st.none() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text() | st.booleans()
+
+
+# The message ---------------------------------------------------------------------------------------------------------
+
+
+@given(outcomes, st.none() | texts)
+def test_an_outcome_arrives_as_it_was_read_from_the_database(outcome: Outcome, birth: str | None) -> None:
+    message = pack([Told(News("id", "id", outcome), birth)])
+    assert message is not None
+    (told,) = unpack(message)
+    if birth is None:  # nobody could tell which invocation it is of
+        assert told == Told(News("id", "id"))
+    else:
+        assert told == Told(News("id", "id", outcome._replace(result=outcome.result or None)), birth)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome("id", "succeeded", bytes(SMALL)),
+        Outcome("id", "failed", None, Failure("E", "x" * SMALL)),
+        Outcome("id", "failed", None, Failure("E", "x", "t" * SMALL)),
+        Outcome("id", "failed", None, Failure("E", "\ud800")),
+    ],
+    ids=["result", "message", "traceback", "half a character"],
+)
+def test_what_is_large_or_odd_is_a_hint(outcome: Outcome) -> None:
+    assert unpack(pack([Told(News("id", "id", outcome), "birth")])) == [Told(News("id", "id"))]
+
+
+def test_of_many_ends_some_are_hints() -> None:
+    some = [Told(News("id", f"i{n}", Outcome(f"i{n}", "succeeded", b"r")), "birth") for n in range(NAMES + 3)]
+    told = unpack(pack(some))
+    assert sum(one.news.outcome is not None for one in told) == NAMES
+    assert {one.news.name for one in told} == {one.news.name for one in some}
+
+
+@given(st.recursive(leaves, lambda some: st.lists(some) | st.dictionaries(st.text() | names, some)))
+def test_whatever_is_published_is_news_or_ignored(message: Any) -> None:
+    for told in unpack(packb(message, unicode_errors="surrogatepass")):
+        assert told.news.outcome is None or told.news.outcome.state in TERMINAL
+
+
+@given(st.binary())
+def test_any_bytes_are_news_or_ignored(message: bytes) -> None:
+    assert all(isinstance(told, Told) for told in unpack(message))
+
+
+# Births --------------------------------------------------------------------------------------------------------------
+
+
+def row(id: str, at: int) -> dict[str, Any]:
+    from bson import Timestamp
+
+    return {"id": id, "submittedAt": Timestamp(at, 1)}
+
+
+async def unread(_: Any) -> list[dict[str, Any]]:
+    raise AssertionError("nothing is to be read")
+
+
+def test_the_later_of_two_invocations_is_known_whatever_answer_comes_first() -> None:
+    births = Births(unread)
+    births.remember(row("a", 9))
+    births.remember(row("a", 5))
+    assert births.known("a") == "9.1"
+    births.remember(row("a", 10))
+    assert births.known("a") == "10.1"
+
+
+def test_the_oldest_births_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(births_module, "MOST", 3)
+    births = Births(unread)
+    for n in range(5):
+        births.remember(row(f"i{n}", n))
+    assert [births.known(f"i{n}") for n in range(5)] == [None, None, "2.1", "3.1", "4.1"]
+
+
+# Over a real Redis ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Service]:
+    with own_redis(tmp_path / "redis") as service:
+        yield service
+
+
+@pytest.mark.anyio
+@asyncio_only
+@pytest.mark.parametrize("size", [0, 10, SMALL, 100_000])
+async def test_a_result_of_any_size_reaches_who_waits_elsewhere(place: Place, redis: Service, size: int) -> None:
+    place = place._replace(redis=redis.url)
+    async with place.plane() as plane, place.plane() as elsewhere, anyio.create_task_group() as group:
+        await plane.submit("q", b"body", id="same")
+        (claimed,) = await plane.claim(["q"], "w", lease=600.0)
+        got: list[Outcome] = []
+
+        async def wait() -> None:
+            got.append(await elsewhere.outcome("same"))
+
+        group.start_soon(wait)
+        await wait_until(lambda: subscribers(redis) > 0, 20, "a listener")
+        await plane.finish(fence(claimed), "succeeded", result=bytes(size))
+        await wait_until(lambda: got, 20, "the end")
+        assert got == [Outcome("same", "succeeded", bytes(size) or None)]
+
+
+def births_of(plane: dls.MongoDispatch) -> Births:
+    engine: Any = plane._engines.here()
+    found: Births = engine.store._db.births
+    return found
+
+
+@pytest.mark.anyio
+@asyncio_only
+async def test_a_late_message_of_an_earlier_invocation_is_not_believed(place: Place, redis: Service) -> None:
+    """The id was used again after a purge; what is said of the first is no outcome of the second."""
+    place = place._replace(redis=redis.url)
+    client = admin(redis, decode_responses=False)
+    said = client.pubsub()
+    said.psubscribe("lakeshore:*")
+    messages: list[tuple[bytes, bytes]] = []
+
+    def hear() -> bool:
+        while (message := said.get_message()) is not None:
+            if message["type"] == "pmessage" and any(told.news.outcome for told in unpack(message["data"])):
+                messages.append((message["channel"], message["data"]))
+        return bool(messages)
+
+    async with place.plane() as plane, place.plane() as elsewhere:
+        got: list[bytes | None] = []
+
+        async def wait() -> None:
+            got.append((await elsewhere.outcome("same")).result)
+
+        for result in (b"first", b"second"):
+            await plane.submit("q", b"body", id="same")
+            (claimed,) = await plane.claim(["q"], "w", lease=600.0)
+            before = births_of(elsewhere).known("same")
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait)
+                await wait_until(lambda before=before: births_of(elsewhere).known("same") != before, 20, "its look")
+                await wait_until(lambda: subscribers(redis) > 1, 20, "a listener besides this one")
+                for channel, message in messages:
+                    assert client.publish(channel, message) == 2
+                    await anyio.sleep(0.3)
+                assert got == ([b"first"] if messages else [])
+                await plane.finish(fence(claimed), "succeeded", result=result)
+            assert got[-1] == result
+            await wait_until(hear, 20, "the message of it")
+            assert await wait_until(lambda: plane.purge(0.0)) == 1
+    said.close()
+    client.close()
