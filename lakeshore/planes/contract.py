@@ -119,7 +119,8 @@ class Outcome(NamedTuple):
 class Page(NamedTuple):
     """Frames after a cursor, as (journal seq, bytes), and how the journal and the row stood when they were read.
 
-    The frames are contiguous from the cursor on until the journal is closed or the row terminal; then the rest comes.
+    The frames are contiguous from the cursor on until the journal is closed or the row terminal; then the rest comes. What
+    an earlier claim was given the number of and never wrote is left out, once a later one runs.
     closed: nothing follows the frames given here.
     """
 

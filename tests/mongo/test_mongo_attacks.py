@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
-from bson import ObjectId
+from bson import Int64, ObjectId
 from helpers import wait_until
 from mongo_kit import Stored, fence, own_mongo, own_redis
 from mongo_streams import admin, begun, streaming, told
@@ -170,8 +170,16 @@ LOST = {"ref": ObjectId("0" * 24), "length": 5}
 
 @pytest.mark.parametrize(
     "change",
-    [{"envelope": "text"}, {"envelope": 10**12}, {"envelope": LOST}, {"nextSeq": "x"}, {"runConfig": {"queue": "q"}}],
-    ids=["text", "number", "lost", "numbers", "no config"],
+    [
+        {"envelope": "text"},
+        {"envelope": 10**12},
+        {"envelope": LOST},
+        {"nextSeq": "x"},
+        {"attempt": "x"},
+        {"attempt": [1]},
+        {"runConfig": {"queue": "q"}},
+    ],
+    ids=["text", "number", "lost", "numbers", "attempt", "attempts", "no config"],
 )
 @asyncio_only
 async def test_a_row_that_nobody_can_read_ends_and_its_queue_goes_on(place: Place, change: dict[str, Any]) -> None:
@@ -185,6 +193,40 @@ async def test_a_row_that_nobody_can_read_ends_and_its_queue_goes_on(place: Plac
         assert outcome.state == "failed"
         assert outcome.error is not None
         assert "its document, or what that refers to, cannot be read" in outcome.error.message
+
+
+@asyncio_only
+async def test_frames_that_were_promised_and_never_came_hold_readers_up_no_longer_than_their_claim(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is killed between promising and inserting frames, and then the worker, who would repeat them."""
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.frames.SETTLES", 1.5)
+    async with place.plane() as plane:
+        stream = await begun(plane)
+        await stream.send(2)
+        with Stored(place.mongo) as stored:
+            promise = {"$set": {"nextSeq": Int64(5)}}
+            assert stored.database["invocations"].update_one({"id": stream.claimed.id}, promise).matched_count == 1
+        seen: list[int] = []
+
+        async def read() -> None:
+            while True:
+                page = await plane.next_page(stream.claimed.id, max(seen, default=-1))
+                seen.extend(seq for seq, _ in page.frames)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(read)
+            await wait_until(lambda: seen == [0, 1], 20, "what is there")
+            await plane.release(fence(stream.claimed))
+            (again,) = await plane.claim(["q"], "w", lease=600.0)
+            assert again.next_seq == 5
+            await plane.append(fence(again), 5, [b"next"])
+            # The last claim's own numbers are waited for, those of the one before it not for ever.
+            await plane.append(fence(again), 8, [b"far"])
+            await wait_until(lambda: seen == [0, 1, 5], 30, "the frames of the claim that runs")
+            await plane.append(fence(again), 6, [b"6", b"7"])
+            await wait_until(lambda: seen == [0, 1, 5, 6, 7, 8], 20, "the rest")
+            group.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("change", [{"result": LOST}, {"error": LOST}, {"result": "text"}], ids=str)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 from pymongo import ReturnDocument
+from pymongo.errors import OperationFailure
 
 from ...ids import check_id
 from ..contract import Claim, Claimed, Failure
@@ -107,13 +108,18 @@ class Claims:
         if op.lease is None:
             due["nextSeq"] = 0  # such claimers number frames from 0
         while len(rows) < op.limit:
-            row = await db.invocations.find_one_and_update(
-                due,
-                held(op.worker, poll, op.lease, op.max_lost, db.clock.now()),
-                sort=CLAIM_SORT,
-                projection=_ROW,
-                return_document=ReturnDocument.AFTER,
-            )
+            try:
+                row = await db.invocations.find_one_and_update(
+                    due,
+                    held(op.worker, poll, op.lease, op.max_lost, db.clock.now()),
+                    sort=CLAIM_SORT,
+                    projection=_ROW,
+                    return_document=ReturnDocument.AFTER,
+                )
+            except OperationFailure:
+                if not await self._end_uncountable(due):
+                    raise
+                continue
             if row is not None:
                 rows.append(row)
             elif promoted or not await self.promote():
@@ -121,6 +127,14 @@ class Claims:
             else:
                 promoted = True
         return rows
+
+    async def _end_uncountable(self, due: Document) -> bool:
+        """Whether the first due row has an attempt that is no number, to which nothing can be added: it has ended then."""
+        row = await self._db.invocations.find_one(due, {"attempt": 1, "state": 1}, sort=CLAIM_SORT)
+        if row is None or isinstance(row.get("attempt"), int | float):
+            return False
+        await self._end(row, f"expected a number as its attempt, got {row.get('attempt')!r:.100}")
+        return True
 
     async def _again(self, op: Claim) -> list[Claimed]:
         """What the poll has taken and still holds, renewed."""
@@ -142,12 +156,15 @@ class Claims:
             try:
                 found.append(await self._claimed(row))
             except (BytesLost, KeyError, TypeError, ValueError, AttributeError) as exc:
-                said = f"its document, or what that refers to, cannot be read: {type(exc).__name__}: {exc!s:.200}"
-                logger.warning("invocation %r failed: %s", row["_id"], said)
-                over = unreadable(Failure("WireError", said).as_dict(), self._db.clock.now())
-                claim = {name: row.get(name) for name in ("_id", "state", "worker", "pollId", "attempt")}
-                await self._db.invocations.update_one(claim, over)
+                await self._end(row, f"{type(exc).__name__}: {exc!s:.200}")
         return found
+
+    async def _end(self, row: Document, why: str) -> None:
+        said = f"its document, or what that refers to, cannot be read: {why}"
+        logger.warning("invocation %r failed: %s", row["_id"], said)
+        over = unreadable(Failure("WireError", said).as_dict(), self._db.clock.now())
+        same = {name: row[name] for name in ("_id", "state", "worker", "pollId", "attempt") if name in row}
+        await self._db.invocations.update_one(same, over)
 
     async def _claimed(self, row: Document) -> Claimed:
         self._db.births.remember(row)

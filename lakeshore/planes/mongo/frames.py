@@ -2,7 +2,8 @@
 
 First the row promises the numbers, by one update whose condition is the fence; then the frames are inserted. A claim that
 comes in between begins after all that was promised, so a late frame never takes a number of the next attempt. What breaks
-off between the two is repeated by its writer, who finds its numbers promised and its frames missing.
+off between the two is repeated by its writer, who finds its numbers promised and its frames missing. If the writer is gone,
+too, nobody ever fills them: readers go on behind them once another claim has begun.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..states import claim_lost
 from .bodies import FRAME, is_ref
 from .changes import FENCE, speaking, update_each
 from .connection import DUPLICATE, Database, foreign
-from .documents import Document, birth_of, failure_in, final_frame, holds, key_of
+from .documents import Document, birth_of, failure_in, final_frame, holds, key_of, seconds
 from .submits import as_exception, insert_errors
 from .updates import names, revived
 
@@ -34,8 +35,11 @@ __all__ = ["append", "failure_of", "journal", "page"]
 
 Frames: TypeAlias = list[tuple[int, bytes]]
 
+_PAGE = ("id", "state", "nextSeq", "closed", "final", "error", "submittedAt", "begins", "startedAt")
 _JOURNAL = (*FENCE, "nextSeq", "closed", "final", "error")
 _TRIES = 5
+SETTLES = 5.0
+"""Seconds after the begin of a claim for which frames of the one before it may still be on their way."""
 
 
 def _last(op: Append) -> int:
@@ -156,9 +160,10 @@ async def _there(db: Database, row: Document, op: Append) -> dict[int, int]:
 
 
 class _Gathered:
-    """Frames of one page, up to its bounds. complete: nothing was left out."""
+    """Frames of one page, up to its bounds. complete: nothing was left out. gapless: the number from which on none may be
+    missing; None: any may."""
 
-    def __init__(self, since: int, limit: int, max_bytes: int, gapless: bool) -> None:
+    def __init__(self, since: int, limit: int, max_bytes: int, gapless: int | None) -> None:
         self.frames: Frames = []
         self.complete = True
         self._next, self.limit, self._max_bytes, self._gapless = max(since, -1) + 1, limit, max_bytes, gapless
@@ -166,7 +171,7 @@ class _Gathered:
 
     def fits(self, seq: int, length: int) -> bool:
         """Whether a frame of this number and length may be added; after one that may not there are no more."""
-        if self._gapless and seq != self._next:
+        if seq != self._next and self._gapless is not None and seq > self._gapless:
             self.complete = False
         elif len(self.frames) == self.limit or (self.frames and self._size + length > self._max_bytes):
             self.complete = False
@@ -180,9 +185,7 @@ class _Gathered:
 async def page(db: Database, live: Live | None, id: str, since: int, limit: int, max_bytes: int) -> Page:
     """Frames after `since`. The row is read before its frames: what it says then holds for the frames found."""
     key = key_of(db.ns, id)
-    row = await db.invocations.find_one(
-        {"_id": key}, names(("id", "state", "nextSeq", "closed", "final", "error", "submittedAt"))
-    )
+    row = await db.invocations.find_one({"_id": key}, names(_PAGE))
     if row is None:
         raise InvocationNotFound(id)
     state, ended = row["state"], row["state"] in TERMINAL
@@ -190,15 +193,22 @@ async def page(db: Database, live: Live | None, id: str, since: int, limit: int,
     if closed and not ended and row["closed"]["seq"] >= 0:  # by an append, whose frames may still be on their way
         closed = await db.frames.find_one({"invocation": key, "seq": row["closed"]["seq"]}, {"_id": 1}) is not None
     whole = ended or closed
-    found = _Gathered(since, limit, max_bytes, not whole)
+    found = _Gathered(since, limit, max_bytes, None if whole else _written_from(db, row))
     error = await failure_of(db, row) if ended else None
     await _gather(db, live, row, found, since, error)
     return Page(found.frames, whole and found.complete, state, error)
 
 
+def _written_from(db: Database, row: Document) -> int:
+    """The number from which on every frame that was promised is there, or will be: what claims before the last one have not
+    written by now, they never do."""
+    began = seconds(row["startedAt"])
+    return 0 if began is None or db.clock.now() < began + SETTLES else int(row["begins"])
+
+
 async def journal(db: Database, row: Document, since: int, limit: int, max_bytes: int) -> tuple[Frames, bool]:
     """Frames after `since` of an invocation's document, gaps or not; whether more follow."""
-    found = _Gathered(since, limit, max_bytes, False)
+    found = _Gathered(since, limit, max_bytes, None)
     await _gather(db, None, row, found, since, await failure_of(db, row))
     return found.frames, not found.complete
 
