@@ -163,7 +163,7 @@ class Claims:
         said = f"its document, or what that refers to, cannot be read: {why}"
         logger.warning("invocation %r failed: %s", row["_id"], said)
         over = unreadable(Failure("WireError", said).as_dict(), self._db.clock.now())
-        same = {name: row[name] for name in ("_id", "state", "worker", "pollId", "attempt") if name in row}
+        same: Document = {name: row[name] for name in ("_id", "state", "worker", "pollId", "attempt") if name in row}
         await self._db.invocations.update_one(same, over)
 
     async def _claimed(self, row: Document) -> Claimed:
