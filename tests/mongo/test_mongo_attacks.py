@@ -196,6 +196,19 @@ async def test_a_row_that_nobody_can_read_ends_and_its_queue_goes_on(place: Plac
 
 
 @asyncio_only
+async def test_a_row_without_its_time_spoils_nobody_elses_wait(place: Place) -> None:
+    async with place.plane() as plane, place.plane() as other:
+        bad, good = await plane.submit("q", b"first"), await plane.submit("q", b"second")
+        with Stored(place.mongo) as stored:
+            stored.database["invocations"].update_one({"id": bad}, {"$unset": {"submittedAt": 1}})
+        assert [one.state for one in await other.look([bad, good])] == ["pending", "pending"]
+        for claimed in await plane.claim(["q"], "w", limit=2):
+            await plane.finish(fence(claimed), "succeeded")
+        with anyio.fail_after(30):
+            assert (await other.outcome(good)).state == "succeeded"
+
+
+@asyncio_only
 async def test_frames_that_were_promised_and_never_came_hold_readers_up_no_longer_than_their_claim(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

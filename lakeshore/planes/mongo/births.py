@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bson import Timestamp
+
 from .documents import Document, birth_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-
-    from bson import Timestamp
 
 __all__ = ["Births"]
 
@@ -26,7 +26,9 @@ class Births:
 
     def remember(self, row: Document) -> None:
         """Keep in mind which invocation of its id this row is. Of two reads the answers may come in either order."""
-        id, at = row["id"], row["submittedAt"]
+        id, at = row["id"], row.get("submittedAt")
+        if not isinstance(at, Timestamp):  # a stranger's: nothing is told of it, everything looked up
+            return
         known = self._seen.get(id)
         if known is not None and known[0] > at:
             return
@@ -45,5 +47,5 @@ class Births:
         if unknown := [id for id in ids if id not in births]:
             for row in await self._read(unknown):
                 self.remember(row)
-                births[row["id"]] = birth_of(row)
+            births |= {id: birth for id in unknown if (birth := self.known(id)) is not None}
         return births
