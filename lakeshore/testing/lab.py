@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import anyio
 
 from ..errors import ClaimLost, InvocationNotFound
-from ..planes.contract import Beat, Claim, Claimed, Fence, Page, Reap, Row, RowFilter, Submit
+from ..planes.contract import Beat, Claim, Claimed, Fence, Finish, Page, Reap, Row, RowFilter, Submit
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -161,6 +161,16 @@ class Lab:
         await self.pass_time(self.short)
         self.same("the rows reaped", (await self.plane.do(Reap())).rows, [(claimed.id, claimed.queue, "queued")])
         return claimed
+
+    async def in_each_state(self, check: Callable[[str], Awaitable[None]]) -> None:
+        """Check while the one invocation there is queued, runs, is queued again since its lease ran out, and has ended."""
+        await check("queued")
+        claimed = await self.claim(lease=self.short)
+        await check("running")
+        await self.lapse(claimed)
+        await check("queued")
+        await self.plane.do(Finish(fence_of(claimed), "succeeded"))
+        await check("succeeded")
 
     async def held(self, worker: str, *claims: Claimed) -> list[str]:
         """Those of the claims, by id, that still hold; asked with a heartbeat."""

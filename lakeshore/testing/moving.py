@@ -162,13 +162,7 @@ async def a_restore_never_touches_what_is_there(lab: Lab) -> None:
         lab.same("the row after it", await lab.row(id), before)
         lab.same("its journal", await _journal(lab, id, -1), [])
 
-    await repeat("queued")
-    claimed = await lab.claim(lease=lab.short)
-    await repeat("running")
-    await lab.lapse(claimed)
-    await repeat("queued")
-    await lab.plane.do(Finish(fence_of(claimed), "succeeded"))
-    await repeat("succeeded")
+    await lab.in_each_state(repeat)
 
 
 @rule

@@ -61,13 +61,7 @@ async def a_submit_is_idempotent_by_id(lab: Lab) -> None:
         lab.same(f"the answer to a repeat while {state}", await lab.plane.do(again), id)
         lab.same("the row after it", await lab.row(id), before)
 
-    await repeat("queued")
-    claimed = await lab.claim(lease=lab.short)
-    await repeat("running")
-    await lab.lapse(claimed)
-    await repeat("queued")
-    await lab.plane.do(Finish(fence_of(claimed), "succeeded"))
-    await repeat("succeeded")
+    await lab.in_each_state(repeat)
 
 
 @rule
