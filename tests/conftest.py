@@ -14,7 +14,7 @@ from helpers import wait_until, wait_until_sync
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-_PATIENCE = 5.0  # seconds that threads and tasks have to end after their test
+_PATIENCE = 15.0  # seconds that threads and tasks have to end after their test
 
 
 @pytest.fixture(scope="module", params=["asyncio", "trio"])

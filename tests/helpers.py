@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -15,12 +16,12 @@ import anyio
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 _PAUSE = 0.005  # seconds between two looks
 
 
-async def wait_until(predicate: Callable[[], Any], timeout: float = 10.0, description: str = "the condition") -> Any:
+async def wait_until(predicate: Callable[[], Any], timeout: float = 20.0, description: str = "the condition") -> Any:
     """Look at `predicate` (plain or async) until it is true and return its value; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
@@ -34,7 +35,36 @@ async def wait_until(predicate: Callable[[], Any], timeout: float = 10.0, descri
         await anyio.sleep(_PAUSE)
 
 
-def wait_until_sync(predicate: Callable[[], Any], timeout: float = 10.0, description: str = "the condition") -> Any:
+async def quiet(
+    count: Callable[[], int], seconds: float, most: int = 0, timeout: float = 30.0, description: str = "quiet"
+) -> int:
+    """Wait, `timeout` seconds and a few stretches more, for a stretch of `seconds` in which `count` grows by at most
+    `most`; what it was when that began."""
+
+    async def still() -> tuple[int] | None:
+        before = count()
+        await anyio.sleep(seconds)
+        return (before,) if count() - before <= most else None
+
+    (before,) = await wait_until(still, timeout + 3 * seconds, f"{seconds:g} s of {description}")
+    return int(before)
+
+
+async def in_one_of(times: int, trial: Callable[[], Awaitable[None]]) -> None:
+    """Repeat `trial` until it holds, at most `times` times; what the last one raised is raised.
+
+    For what is promised only to who is not stopped by the machine meanwhile: that a lease of a second is kept, or that
+    something takes less than one. What is broken fails each time.
+    """
+    for _ in range(times - 1):
+        try:
+            return await trial()
+        except Exception as exc:
+            logging.getLogger("tests").info("once more, since: %r", exc)
+    await trial()
+
+
+def wait_until_sync(predicate: Callable[[], Any], timeout: float = 20.0, description: str = "the condition") -> Any:
     """The same from plain code."""
     deadline = time.monotonic() + timeout
     while True:

@@ -283,7 +283,9 @@ def scripted(script: Script) -> Iterator[Scripted]:
         server.end()
 
 
-def unused_port() -> int:
-    """A port of the loopback at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+@contextmanager
+def unused_port() -> Iterator[int]:
+    """A port of the loopback at which nobody listens, nor begins to."""
+    with socket.socket() as kept:
+        kept.bind(("127.0.0.1", 0))
+        yield int(kept.getsockname()[1])

@@ -45,15 +45,18 @@ class _Cut:
 class Proxy:
     """Stands before one server, at a port of its own. `with Proxy(port) as proxy:`; every method works from any thread.
 
-    `answers_cut` counts what `cut_answers` has cut off, `connections` what has been accepted.
+    `answers_cut` counts what `cut_answers` has cut off, `connections` what has been accepted; `requests` are the methods
+    and paths of what was passed on, in order.
     """
 
     def __init__(self, server_port: int) -> None:
         self.server_port, self.port = server_port, 0
         self.connections = self.answers_cut = 0
+        self.requests: list[str] = []
         self._links: set[_Link] = set()
         self._cuts: list[_Cut] = []
         self._delay = 0.0
+        self._kept_back: dict[str, asyncio.Event] = {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -86,6 +89,14 @@ class Proxy:
     def delay(self, seconds: float) -> None:
         """Pass everything on so much later, in either direction."""
         self._do(self._set_delay, seconds)
+
+    def keep_back(self, route: str) -> None:
+        """Pass requests whose line holds `route` on, and their answers only after `hand_out`."""
+        self._do(self._keep_back, route)
+
+    def hand_out(self) -> None:
+        """Pass on what was kept back."""
+        self._do(self._hand_out)
 
     def cut_answers(
         self, route: str, size: int = 0, times: int = 1, wanted: Callable[[bytes], bool] = lambda answer: True
@@ -126,6 +137,13 @@ class Proxy:
 
     async def _set_delay(self, seconds: float) -> None:
         self._delay = seconds
+
+    async def _keep_back(self, route: str) -> None:
+        self._kept_back[route] = asyncio.Event()
+
+    async def _hand_out(self) -> None:
+        while self._kept_back:
+            self._kept_back.popitem()[1].set()
 
     async def _add_cut(self, cut: _Cut) -> None:
         self._cuts.append(cut)
@@ -176,6 +194,10 @@ class Proxy:
             if self._delay:
                 await asyncio.sleep(self._delay)
             await self._passing.wait()
+            if writer is link.near:
+                for route, handed_out in list(self._kept_back.items()):
+                    if route in link.route:
+                        await handed_out.wait()
             rest = look(link, data)
             if link.forgotten:
                 continue
@@ -192,11 +214,11 @@ class Proxy:
         if not link.forgotten or writer is link.far:  # the client has given it up
             raise EOFError  # either end ends both
 
-    @staticmethod
-    def _request(link: _Link, data: bytes) -> None:
+    def _request(self, link: _Link, data: bytes) -> None:
         line, _, _ = data[:1000].partition(b"\r\n")
         if line.endswith(b" HTTP/1.1"):
             link.route = line.decode("latin-1")
+            self.requests.append(link.route)
 
     def _answer(self, link: _Link, data: bytes) -> bytes | None:
         """What to pass on of an answer that is to be cut off; None for any other."""
@@ -227,6 +249,7 @@ class Proxy:
         self._started.set()
         await self._end.wait()
         self._passing.set()
+        await self._hand_out()
         await self._refuse()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(5):

@@ -15,7 +15,8 @@ Tests make it fail by `faults(...)`, over the wire by a POST of the same fields 
     end_streams     [n, ...]: the body of the next stream ends after n bytes, as if it were complete
     plain_unknown   an unknown invocation is answered like a route that is not there
 
-`seen` counts the requests by method and path; over the wire it is `GET /-/seen`.
+`seen` counts the requests by method and path, `under_way` those of them that have no answer yet; over the wire they are
+`GET /-/seen` and `GET /-/under-way`.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ class SeedServer:
         self.namespaced, self.token = namespaced, token
         self.namespaces: defaultdict[str, Namespace] = defaultdict(Namespace)
         self.seen: Counter[str] = Counter()
+        self.under_way: Counter[str] = Counter()
         self.unavailable_until = 0.0
         self.lose_answers: Counter[str] = Counter()
         self.cuts: list[tuple[int, bool]] = []
@@ -231,7 +233,17 @@ class SeedServer:
             return {}
         if path == "/-/seen":
             return dict(self.seen)
+        if path == "/-/under-way":
+            return dict(+self.under_way)
         self.seen[f"{method} {path}"] += 1
+        self.under_way[f"{method} {path}"] += 1
+        try:
+            return await self._answer(scope, path, body, receive, send)
+        finally:
+            self.under_way[f"{method} {path}"] -= 1
+
+    async def _answer(self, scope: Fields, path: str, body: bytes, receive: Receive, send: Send) -> Fields | None:
+        method = scope["method"]
         if time.monotonic() < self.unavailable_until:
             raise Refusal(503, b"no healthy upstream", "text/plain")
         namespace, route = self._find(path, dict(scope["headers"]))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import http_bodies as bodies
 import pytest
-from helpers import wait_until
+from helpers import quiet, wait_until
 from proxy import proxy_before
 
 import dreamlake.lakeshore as dls
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 MODULES = ("--allow-module", "http_bodies")
-RESUMED = 12.0
-"""Seconds after an outage within which everything moves again: the longest pause between two tries, and some more."""
+RESUMED = 30.0
+"""Seconds after an outage within which everything moves again: the longest pause between two tries, and what a busy
+machine takes for forty calls."""
 
 
 class Load:
@@ -83,7 +84,7 @@ class Load:
                 group.start_soon(self.read, number)
             yield
             self.stop()
-            group.cancel_scope.deadline = anyio.current_time() + 40
+            group.cancel_scope.deadline = anyio.current_time() + 60
         assert not group.cancel_scope.cancelled_caught, "the last calls came to no end"
 
     async def moves(self, seconds: float) -> None:
@@ -94,7 +95,7 @@ class Load:
 
     async def check(self) -> None:
         """Each call ran once, and nothing is left."""
-        assert len(self.called) > 60
+        assert len(self.called) >= 40
         assert self.streams >= 2
         assert sorted(self.marks.read_text().splitlines()) == sorted(self.called)
         counts = await self.queue.dispatch.counts("q")
@@ -144,10 +145,8 @@ async def test_a_network_that_is_down_for_a_while(tmp_path: Path, started: Proce
             async with load.running():
                 await load.moves(RESUMED)
                 (proxy.refuse if how == "cut" else proxy.stall)()
-                await anyio.sleep(0.5)
-                count = len(load.called)
-                await anyio.sleep(OUTAGE)
-                assert len(load.called) == count
+                for seconds in (0.5, OUTAGE):  # what had been answered is taken first
+                    await quiet(lambda: len(load.called), seconds, description="no call that ends")
                 proxy.mend()
                 await load.moves(RESUMED)
             await load.check()
@@ -208,12 +207,12 @@ async def test_lost_answers_of_all_else_are_asked_for_again_without_double_effec
             queue = dls.Queue("q", dispatch=plane)
             for route in ("submit-many", "await-many", "ack-many", "result-chunks", "heartbeat", "invocations"):
                 proxy.cut_answers(f"/{route}", size, 3)
-            async with running_worker(queue, concurrency=4, allow_modules=["http_bodies"], lease=1.5):
+            async with running_worker(queue, concurrency=4, allow_modules=["http_bodies"], lease=3.0):
                 stream = await queue.submit(dls.thunk(bodies.aframes, str(marks), "stream", 100, 0.1))
                 for n in range(10):
                     assert await queue.call(dls.thunk(bodies.aline, str(marks), f"job {n}")) == f"job {n}"
                 assert [value async for value in queue.stream(stream)] == list(range(100))
-                slow = dls.thunk(bodies.slow_line, str(marks), "slow", 2.0)
+                slow = dls.thunk(bodies.slow_line, str(marks), "slow", 4.0)
                 assert await queue.call(slow) == "slow"
             assert len(await queue.list(limit=100)) == 12
             frames = (await plane.page(stream)).frames
@@ -233,7 +232,7 @@ async def test_a_lost_answer_of_a_release_and_of_a_retry(tmp_path: Path, started
         async with dls.HttpDispatch(proxy.url) as plane:
             id = await plane.submit("q", b"x")
             for verb, failures in ((plane.release, 0), (plane.retry, 1)):
-                (claimed,) = await plane.claim(["q"], "w", timeout=5)
+                (claimed,) = await plane.claim(["q"], "w", timeout=20)
                 route = "release" if verb == plane.release else "retry"
                 proxy.cut_answers(f"/daemon/{route}")
                 with pytest.raises(dls.ClaimLost):
@@ -287,7 +286,7 @@ async def test_closing_does_not_wait_for_a_server_that_is_silent(server: Server)
                     await verb()
             began = time.monotonic()
             await plane.aclose()
-            assert time.monotonic() - began < 15
+            assert time.monotonic() - began < 20  # what is held would be answered after 22 at the earliest
         assert ended == ["told", "told"]
 
 
@@ -298,13 +297,15 @@ async def test_closing_does_not_wait_for_a_server_that_is_silent(server: Server)
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # what matters is in the other processes
 async def test_an_outage_longer_than_the_lease_robs_no_worker(tmp_path: Path, started: Processes) -> None:
     """A server judges no lease before it has served that long, and heartbeats come as soon as it is there."""
-    lease = 2.0
+    lease = 4.0
     server = started.server(tmp_path / "plane.db")
     marks = tmp_path / "marks"
     workers = [started.worker(server.url, *MODULES, "--lease", lease) for _ in range(3)]
     async with dls.HttpDispatch(server.url) as plane:
         queue = dls.Queue("q", dispatch=plane)
-        ids = [await queue.submit(dls.thunk(bodies.slow_line, str(marks), f"job {n}", 9.0)) for n in range(2)]
+        ids = [
+            await queue.submit(dls.thunk(bodies.slow_line, str(marks), f"job {n}", 3 * lease + 1.0)) for n in range(2)
+        ]
         await wait_until(lambda: marks.exists() and marks.read_text().count("began") == 2, 20, "both bodies")
         server.kill()
         await anyio.sleep(2 * lease)
@@ -348,7 +349,7 @@ async def test_a_worker_out_of_reach_is_not_given_what_it_runs_itself(tmp_path: 
     with proxy_before(server.port) as proxy:
         async with dls.HttpDispatch(server.url) as direct, dls.HttpDispatch(proxy.url) as plane:
             queue = dls.Queue("q", dispatch=plane)
-            async with running_worker(queue, concurrency=2, lease=1.0, allow_modules=["http_bodies"]):
+            async with running_worker(queue, concurrency=2, lease=4.0, allow_modules=["http_bodies"]):
                 id = await queue.submit(dls.thunk(bodies.blocked, "job"))
                 await wait_until(lambda: bodies.SEEN, 20, "the body's start")
                 await anyio.sleep(0.5)  # the next poll is at the server
@@ -382,7 +383,7 @@ async def test_what_another_worker_took_meanwhile_is_that_one_s(tmp_path: Path, 
     with proxy_before(server.port) as proxy:
         async with dls.HttpDispatch(server.url) as direct, dls.HttpDispatch(proxy.url) as plane:
             queue = dls.Queue("q", dispatch=plane)
-            async with running_worker(queue, concurrency=2, lease=1.0, allow_modules=["http_bodies"]):
+            async with running_worker(queue, concurrency=2, lease=4.0, allow_modules=["http_bodies"]):
                 id = await queue.submit(dls.thunk(bodies.sleeper))
                 await wait_until(lambda: bodies.SEEN, 20, "the body's start")
                 await anyio.sleep(0.5)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planes"))  # where
 
 from plane_kit import FakeClock
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NAMESPACES = 60
 """Fresh planes that one server process gives, each a namespace of its own; it serves 64."""
@@ -30,13 +30,13 @@ NAMESPACES = 60
 
 async def test_it_passes_by_a_fake_clock() -> None:
     clock = FakeClock()
-    await check_plane(lambda: served_fresh(clock.now), clock=clock, sequences=4, crowd=50)
+    await check_plane(lambda: served_fresh(clock.now), clock=clock, sequences=4, crowd=50, patience=90)
 
 
 async def test_it_passes_by_the_real_clock() -> None:
     """Without the checks that know no time, but take long."""
     timed = [rule.name for rule in RULES if rule.check.__module__ != leaving.__name__]
-    await check_plane(served_fresh, only=timed, sequences=0, crowd=50)
+    await check_plane(served_fresh, only=timed, sequences=0, crowd=50, patience=90)
 
 
 @pytest.fixture
@@ -56,5 +56,5 @@ async def test_it_passes_over_a_socket(servers: list[Server]) -> None:
         given += 1
         return dls.HttpDispatch(servers[(given - 1) // NAMESPACES].url, namespace=new_id())
 
-    await check_plane(fresh, sequences=1, crowd=50)
+    await check_plane(fresh, sequences=1, crowd=50, patience=90)
     assert given > NAMESPACES

@@ -14,13 +14,13 @@ import http_bodies as bodies
 import httpx
 import msgpack
 import pytest
-from helpers import wait_until
+from helpers import in_one_of, quiet, wait_until
 from http_kit import Processes, Server, read_into, requests_of, served_fresh
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
+from dreamlake.lakeshore.planes import held
 from dreamlake.lakeshore.planes.contract import Fence, FinalFrame, RowFilter, Submit
-from dreamlake.lakeshore.planes.held import HELD_S
 from dreamlake.lakeshore.testing import running_worker
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ async def test_R44_a_stream_left_in_the_middle_leaves_nothing_behind(
         engine = plane._engines.opened()
         assert engine is not None
         assert not engine.hub.waiting
-        before = requests_of(plane)
-        await anyio.sleep(0.5)
-        assert requests_of(plane) - before <= 1  # no circle
+        await quiet(lambda: requests_of(plane), 0.5, most=1, description="no circle of requests")
     assert caplog.records == []
     assert not (await queue.get(id)).cancel_requested
 
@@ -129,21 +127,29 @@ async def test_R105_the_server_s_clock_alone_counts(
     """A producer and a worker whose clock is wrong, and a body longer than two leases."""
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() + wrong)
+    kept: list[str] = []
     async with working(queue, lease=1.0, retries=1):
-        id = await queue.submit(dls.thunk(bodies.sleeper, 2.2))
-        name = new_id()
-        again = await queue.submit(dls.thunk(bodies.fail_times, name, 1))
-        assert await queue.result(id, timeout=30) == "slept"
+
+        async def keeps_its_claim() -> None:
+            id = await queue.submit(dls.thunk(bodies.sleeper, 2.2))
+            assert await queue.result(id, timeout=30) == "slept"
+            row = await queue.get(id)
+            assert (row.attempt, row.lost) == (1, 0)
+            kept.append(id)
+
+        again = await queue.submit(dls.thunk(bodies.fail_times, new_id(), 1))
+        await in_one_of(5, keeps_its_claim)
         assert await queue.result(again, timeout=30) == 2
-        row = await queue.get(id)
-    assert (row.attempt, row.lost) == (1, 0)
+        row = await queue.get(kept[0])
     assert row.started_at is not None
     assert row.finished_at is not None
     assert abs(row.submitted_at - right()) < 120
     assert row.submitted_at <= row.started_at <= row.finished_at <= right() + 1
 
 
-async def test_R106_thousands_of_waiters_and_many_idle_claimers_are_still() -> None:
+async def test_R106_thousands_of_waiters_and_many_idle_claimers_are_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With polls that none ends by itself meanwhile, however slow this machine is."""
+    monkeypatch.setattr(held, "HELD_S", 300.0)
     async with served_fresh() as plane:
         ids = [str(id) for id in await plane.many([Submit(new_id(), "waits", b"x") for _ in range(2000)])]
         claimed: list[float] = []
@@ -157,31 +163,25 @@ async def test_R106_thousands_of_waiters_and_many_idle_claimers_are_still() -> N
                 group.start_soon(plane.outcome, id)
             for number in range(200):
                 group.start_soon(claim, f"w{number}")
-            await wait_until(lambda: requests_of(plane) >= 200, 30, "the polls")
-
-            async def still() -> int | None:
-                before = requests_of(plane)
-                await anyio.sleep(2)
-                return before if requests_of(plane) - before <= 2 else None
-
-            before = await wait_until(still, 15, "two seconds with hardly a request, long before the polls end")
+            await wait_until(lambda: requests_of(plane) >= 200, 60, "the polls")
+            before = await quiet(lambda: requests_of(plane), 2, most=2, timeout=60, description="hardly a request")
             for number in range(5):
                 began = time.monotonic()
                 await plane.submit("idle", b"x")
                 await wait_until(lambda: len(claimed) == number + 1, 20, "a claim")  # noqa: B023
-                assert claimed[-1] - began < 5.0
+                assert claimed[-1] - began < 15.0
             assert requests_of(plane) - before < 20
             group.cancel_scope.cancel()
 
 
 async def test_R106_polls_that_began_together_do_not_end_together() -> None:
     """Else those of a thousand workers would come back in step, every half minute."""
-    held: dict[str, set[float]] = {"poll": set(), "await-many": set()}
+    asked_for: dict[str, set[float]] = {"poll": set(), "await-many": set()}
 
     class Transport(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             asked = msgpack.unpackb(await request.aread())
-            held[request.url.path.rpartition("/")[2]].add(asked["timeout_s"])
+            asked_for[request.url.path.rpartition("/")[2]].add(asked["timeout_s"])
             answer = {"commands": [], "results": [], "pages": []}
             return httpx.Response(200, headers={"content-type": "application/x-msgpack"}, content=msgpack.packb(answer))
 
@@ -190,10 +190,11 @@ async def test_R106_polls_that_began_together_do_not_end_together() -> None:
             for number in range(20):
                 group.start_soon(partial(plane.claim, ["q"], f"w{number}", timeout=None))
             group.start_soon(plane.outcome, "some-id")
-            await wait_until(lambda: len(held["poll"]) >= 20 and len(held["await-many"]) >= 3, 20, "different times")
+            await wait_until(lambda: len(asked_for["poll"]) >= 20, 20, "different times of polls")
+            await wait_until(lambda: len(asked_for["await-many"]) >= 3, 20, "different times of waits")
             group.cancel_scope.cancel()
-    for times in held.values():
-        assert all(HELD_S * 0.75 <= seconds <= HELD_S for seconds in times)
+    for times in asked_for.values():
+        assert all(held.HELD_S * 0.75 <= seconds <= held.HELD_S for seconds in times)
 
 
 # Hostile workers -----------------------------------------------------------------------------------------------------

@@ -68,6 +68,12 @@ def place(mongo_database: str, redis_url: str) -> Place:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis counts as gone when it is, and not when this machine has stood still for two seconds."""
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.live.PATIENCE", 30.0)
+
+
+@pytest.fixture
 def impatient_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver looks at a server that has failed it after half a second; here that is made short."""
     monkeypatch.setattr("pymongo.common.MIN_HEARTBEAT_INTERVAL", 0.02)

@@ -7,6 +7,7 @@ found by LAKESHORE_TEST_SECANTUS, the path of `secantusd-py` (see install.py), a
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -30,8 +31,11 @@ class ServiceAbsent(Exception):
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """A port for later, or for a server that is started again: below those that the system gives to whoever asks for
+    any, or to whoever connects, since one of these might be another's by then."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(15_000, 30_000))) as free:
+            return int(free.getsockname()[1])
 
 
 class Service:

@@ -289,6 +289,7 @@ async def test_a_migration_says_which_document_is_broken(
 
 
 @asyncio_only
+@pytest.mark.usefixtures("patient")
 async def test_a_redis_that_takes_no_writes_is_said_once(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +351,7 @@ async def test_who_only_reads_comes_back_to_a_redis_that_was_silent(
 
 
 @asyncio_only
+@pytest.mark.usefixtures("patient")
 async def test_what_others_keep_under_the_name_of_a_stream_is_no_failure_of_redis(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

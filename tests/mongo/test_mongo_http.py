@@ -15,7 +15,7 @@ import anyio
 # What mongo_kit has put on the path:
 import http_bodies as bodies
 import pytest
-from helpers import wait_until
+from helpers import in_one_of, wait_until
 from http_kit import Processes
 from mongo_kit import TIMED, MongoServer, own_redis
 
@@ -149,6 +149,7 @@ async def test_one_of_two_servers_is_killed_under_load(servers: Servers, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @asyncio_only
 async def test_the_plane_passes_through_two_servers(servers: Servers) -> None:
     """Fresh planes in turns at either, each a namespace of its own; without the checks that take thousands of calls."""
@@ -157,7 +158,7 @@ async def test_the_plane_passes_through_two_servers(servers: Servers) -> None:
     def fresh() -> dls.HttpDispatch:
         return dls.HttpDispatch(pair[next(turns) % 2].url, namespace=new_id())
 
-    await check_plane(fresh, only=TIMED, sequences=1, length=20, crowd=20)
+    await check_plane(fresh, only=TIMED, sequences=1, length=20, crowd=20, patience=90)
     for server in pair:
         assert server.alive, server.err
         assert "Traceback" not in server.err, server.err
@@ -219,14 +220,17 @@ async def test_a_submit_at_one_server_wakes_a_long_poll_at_the_other(servers: Se
     """As soon as at the same server: times of the same run are compared, in turns."""
     pair = [servers.start() for _ in range(2)]
     async with dls.HttpDispatch(pair[0].url) as one, dls.HttpDispatch(pair[1].url) as two:
-        same: list[float] = []
-        other: list[float] = []
         await _wake_ups(one, two, "warm", 2)
-        for _ in range(5):
-            same += await _wake_ups(one, one, "same", 3)
-            other += await _wake_ups(one, two, "other", 3)
-        ratio = statistics.median(other) / statistics.median(same)
-        assert ratio < 3, (same, other)
+
+        async def as_soon() -> None:
+            same: list[float] = []
+            other: list[float] = []
+            for _ in range(5):
+                same += await _wake_ups(one, one, "same", 3)
+                other += await _wake_ups(one, two, "other", 3)
+            assert statistics.median(other) / statistics.median(same) < 3, (same, other)
+
+        await in_one_of(3, as_soon)
 
 
 @asyncio_only

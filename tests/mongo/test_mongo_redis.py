@@ -37,6 +37,7 @@ def redis(tmp_path: Path) -> Iterator[Service]:
 # Killed --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_redis_that_is_killed_and_comes_back(
     place: Place, redis: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -52,7 +53,7 @@ async def test_a_redis_that_is_killed_and_comes_back(
         await anyio.sleep(1.5)
         await stream.send(5)
         await stream.arrives()
-        lost = told(caplog)
+        lost = await wait_until(lambda: told(caplog), description="what is said of Redis")
         assert 1 <= len(lost) <= 2, lost  # the one who writes and the one who reads
         assert len(set(lost)) == 1
         redis.start()
@@ -70,6 +71,7 @@ async def test_a_redis_that_is_killed_and_comes_back(
     assert len(set(told(caplog))) <= 3
 
 
+@pytest.mark.usefixtures("patient")
 async def test_claimers_are_woken_without_redis_and_quickly_with_it(place: Place, redis: Service) -> None:
     """A plane that waits in another engine than the one that submits is woken by Redis, or else by the net."""
     ns = fresh_ns()
@@ -107,6 +109,7 @@ async def test_claimers_are_woken_without_redis_and_quickly_with_it(place: Place
         await wait_until(is_quick, 60, f"wake-ups as quick as before ({quick:.3f} s; without Redis {slow:.3f} s)")
 
 
+@pytest.mark.usefixtures("patient")
 async def test_waiters_for_outcomes_and_cancels_are_woken_without_redis(place: Place, redis: Service) -> None:
     ns = fresh_ns()
     near = place._replace(redis=redis.url)
@@ -156,6 +159,7 @@ async def test_a_redis_that_does_not_answer_holds_nobody_up(place: Place, redis:
 
 @asyncio_only
 @pytest.mark.parametrize("how", ["flushed", "trimmed", "emptied"])
+@pytest.mark.usefixtures("patient")
 async def test_entries_that_redis_no_longer_has_come_from_the_database(place: Place, redis: Service, how: str) -> None:
     """It forgets at a limit, after a crash, or because somebody wants it to."""
     client = admin(redis)
@@ -183,6 +187,7 @@ async def test_entries_that_redis_no_longer_has_come_from_the_database(place: Pl
 
 
 @asyncio_only
+@pytest.mark.usefixtures("patient")
 async def test_an_id_that_is_used_again_has_no_frames_of_before(place: Place, redis: Service) -> None:
     """Redis keeps entries for a while; the invocation that they were of was purged."""
     place = place._replace(redis=redis.url)
@@ -211,6 +216,7 @@ async def test_an_id_that_is_used_again_has_no_frames_of_before(place: Place, re
 
 
 @asyncio_only
+@pytest.mark.usefixtures("patient")
 async def test_an_id_that_is_used_again_while_redis_is_away(place: Place, redis: Service) -> None:
     """The purge could not tell it; what it still has when it is back is not of this invocation."""
     async with place._replace(redis=redis.url).plane() as plane:
@@ -240,6 +246,7 @@ async def test_an_id_that_is_used_again_while_redis_is_away(place: Place, redis:
 
 
 @asyncio_only
+@pytest.mark.usefixtures("patient")
 async def test_databases_and_namespaces_that_share_a_redis_keep_apart(
     place: Place, redis: Service, mongo_url: str
 ) -> None:
@@ -288,6 +295,7 @@ async def test_databases_and_namespaces_that_share_a_redis_keep_apart(
 
 @asyncio_only
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.usefixtures("patient")
 async def test_a_connection_to_redis_dropped_at_each_call(place: Place, redis: Service, when: When) -> None:
     """Of what is sent to it, and of what is asked of it: nobody notices but for the time that it takes."""
     place, dropped = place._replace(redis=redis.url), 0
@@ -304,12 +312,13 @@ async def test_a_connection_to_redis_dropped_at_each_call(place: Place, redis: S
 
 
 @asyncio_only
+@pytest.mark.usefixtures("patient")
 async def test_what_redis_holds_is_bounded(place: Place, redis: Service) -> None:
     """A stream has a length beyond which it forgets, and goes when nobody has written for a while."""
     client = admin(redis)
     async with streaming(place, redis.url) as stream:
         await stream.send(5)
+        await wait_until(lambda: list(client.scan_iter()), description="the stream in Redis")
         keys = list(client.scan_iter())
-        assert keys
         assert all(client.ttl(key) > 0 for key in keys), {key: client.ttl(key) for key in keys}
     client.close()

@@ -26,6 +26,7 @@ asyncio_only = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 SECRET = "hunter2-not-for-any-log"
 
 
+@pytest.mark.usefixtures("patient")
 async def test_no_redis_at_the_start(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The plane opens, works, says so once, and uses it when it comes."""
     with own_redis(tmp_path / "redis") as redis:
@@ -33,7 +34,8 @@ async def test_no_redis_at_the_start(place: Place, tmp_path: Path, caplog: pytes
         async with streaming(place, redis.url) as stream:
             await stream.send(10)
             await stream.arrives()
-            assert 1 <= len(told(caplog)) <= 2, told(caplog)
+            await wait_until(lambda: told(caplog), description="what is said of Redis")
+            assert len(told(caplog)) <= 2, told(caplog)
             redis.start()
             await stream.send(5)
             await wait_until(lambda: subscribers(redis) > 0, 30, "a reader who has come to Redis")
@@ -73,6 +75,7 @@ async def test_a_redis_that_is_none(place: Place, answer: bytes, caplog: pytest.
 
 
 @asyncio_only
+@pytest.mark.usefixtures("patient")
 async def test_a_password_that_is_wrong(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Said once, without the password; the right one works."""
     caplog.set_level(logging.DEBUG)

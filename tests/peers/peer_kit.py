@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
 import textwrap
@@ -164,10 +164,15 @@ class Server(NamedTuple):
 
 
 def start_server(started: Processes, db: Path, *options: object, port: int = 0) -> Server:
-    if not port:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
     running = started.start(*ours("server", "start", "--port", port, "--db", db, *options))
+
+    def said() -> str | None:
+        if not running.alive:
+            pytest.fail(f"the server ended with {running.process.returncode}: {running.err.read_text()}")
+        found = re.search(r" on http://[^ ,]*:(\d+)", running.err.read_text())
+        return found and found[1]
+
+    port = int(wait_until_sync(said, LIMIT, "the line that a server starts with"))
     return Server(_answering(f"http://127.0.0.1:{port}", "/healthz", running), running)
 
 

@@ -132,7 +132,7 @@ def test_of_two_submits_with_one_key_one_is_run(peer: Peer, queue: str, tmp_path
 def test_the_highest_priority_goes_first_and_of_equals_the_oldest(peer: Peer, queue: str, tmp_path: Path) -> None:
     started, opened, lines = (str(tmp_path / name) for name in ("started", "opened", "lines"))
     peer.run("dls.SyncQueue(argv[0], dispatch=plane).submit(dls.thunk(bodies.gate, *argv[1:]))", queue, started, opened)
-    wait_until_sync(lambda: (tmp_path / "started").exists(), description="the body that keeps the worker busy")
+    wait_until_sync(lambda: (tmp_path / "started").exists(), 60, "the body that keeps the worker busy")
     (ids,) = peer.run(
         """
         q, file = dls.SyncQueue(argv[0], dispatch=plane), argv[1]
@@ -186,4 +186,4 @@ def test_unknown_invocations_are_a_404_at_once(peer: Peer) -> None:
         assert raised[0] == "DispatchError"
         assert "-> 404" in raised[1]
         assert "InvocationNotFound" in raised[1]
-    assert seconds < 3.0
+    assert seconds < 15.0  # an await is held for 60

@@ -132,7 +132,7 @@ async def test_of_two_submits_with_one_key_one_is_run(q: dls.Queue, tmp_path: Pa
 async def test_the_highest_priority_goes_first_and_of_equals_the_oldest(q: dls.Queue, tmp_path: Path) -> None:
     started, opened, lines = (tmp_path / name for name in ("started", "opened", "lines"))
     await q.submit(dls.thunk(bodies.gate, str(started), str(opened)))
-    await wait_until(started.exists, description="the body that keeps the worker busy")
+    await wait_until(started.exists, 60, "the body that keeps the worker busy")
     order = [("low", -1), ("first", 0), ("second", 0.9), ("high", 2.9), ("higher", 3)]
     ids = [await q.submit(dls.thunk(bodies.note, str(lines), name), priority=number) for name, number in order]
     opened.touch()

@@ -132,6 +132,11 @@ def test_a_held_poll_and_a_held_await_are_answered_by_what_they_wait_for(caller:
 def test_a_poll_whose_client_went_away_takes_nothing(caller: Caller, url: str) -> None:
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=url, timeout=0.3) as client:
         client.post("/v1/daemon/poll", content=msgpack.packb({"queue": "gone", "timeout_s": 60}))
+
+    def under_way() -> dict[str, int]:
+        return dict(msgpack.unpackb(caller.client.get("/-/under-way").content))
+
+    wait_until_sync(lambda: under_way() == {}, description="the end of the poll")
     caller.submit("gone", queue="gone")
     assert len(caller.ask("/v1/daemon/poll", worker_id="w", queue="gone", timeout_s=5)["commands"]) == 1
 

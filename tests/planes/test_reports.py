@@ -115,8 +115,8 @@ async def test_R106_thousands_of_waiters_ask_no_more_than_one(tmp_path: Path, mo
         async with anyio.create_task_group() as group:
             for _ in range(2000):
                 group.start_soon(wait)
-            await wait_until(lambda: asked.count("due") >= 1, 10, "the first look of the watcher")
-            await wait_until(lambda: len(engine.hub.names("id")) == 1, 10, "the waits")
+            await wait_until(lambda: asked.count("due") >= 1, 30, "the first look of the watcher")
+            await wait_until(lambda: len(engine.hub.names("id")) == 1, 30, "the waits")
             asked.clear()
             await wait_until(lambda: asked.count("due") >= 4, 20, "four looks of the watcher")
             assert asked.count("outcomes") <= 4, "waiters ask by themselves"

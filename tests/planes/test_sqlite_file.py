@@ -24,6 +24,7 @@ from dreamlake.lakeshore.planes.contract import Claim, Claimed, Fence, Finish, R
 from dreamlake.lakeshore.planes.sqlite import database, direct, presence, reads
 from dreamlake.lakeshore.planes.sqlite.bells import jobs_of
 from dreamlake.lakeshore.planes.sqlite.rows import PIECE
+from dreamlake.lakeshore.planes.sqlite.store import SqliteStore
 
 pytestmark = pytest.mark.anyio
 
@@ -115,7 +116,7 @@ async def test_a_newer_schema_is_refused(path: Path) -> None:
 
 async def test_a_path_that_cannot_be_says_so_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DispatchError, match="cannot create the plane's file"), anyio.fail_after(5):
+    with pytest.raises(DispatchError, match="cannot create the plane's file"), anyio.fail_after(20):
         await Dispatch(tmp_path / "file" / "plane.db").submit("q", b"x")
 
 
@@ -155,6 +156,7 @@ async def test_rows_survive_the_process(path: Path) -> None:
     assert query(path, "PRAGMA integrity_check") == [("ok",)]
 
 
+@pytest.mark.usefixtures("seldom")
 async def test_a_long_path_rings_bells_too(tmp_path: Path) -> None:
     deep = tmp_path / ("a" * 60) / ("b" * 60)
     async with Dispatch(deep / "plane.db") as one, Dispatch(deep / "plane.db") as other:
@@ -177,10 +179,11 @@ async def test_a_locked_file_is_waited_for(path: Path) -> None:
         assert (await plane.counts()) == {("q", "queued"): 2}
 
 
-async def test_the_loop_never_waits_for_somebody_elses_turn(path: Path) -> None:
+async def test_the_loop_never_waits_for_somebody_elses_turn(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit is made on the event loop only when the turn to write is free; otherwise the loop goes on meanwhile."""
     import fcntl
 
+    monkeypatch.setattr(presence, "_PATIENCE", 60.0)
     async with Dispatch(path) as plane, Dispatch(path) as other:
         await plane.submit("q", b"first")
         turn = os.open(f"{path}-turn", os.O_RDWR)
@@ -188,12 +191,10 @@ async def test_the_loop_never_waits_for_somebody_elses_turn(path: Path) -> None:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(plane.submit, "q", b"second")
-                beats = 0
-                with anyio.move_on_after(0.5):
-                    while True:
-                        await anyio.sleep(0.005)
-                        beats += 1
-                assert beats >= 20, "the event loop stood still"
+                began = time.monotonic()
+                for _ in range(20):
+                    await anyio.sleep(0.005)
+                assert time.monotonic() - began < 30, "the event loop stood still, for as long as it is tried"
                 assert await other.counts() == {("q", "queued"): 1}
                 fcntl.flock(turn, fcntl.LOCK_UN)
         finally:
@@ -408,7 +409,7 @@ async def test_a_leave_that_fails_lets_go_of_its_lock(path: Path, monkeypatch: p
 
         monkeypatch.setattr(store, "apply", fails)
         await plane.aclose()
-        with anyio.fail_after(10):
+        with anyio.fail_after(20):
             (again,) = await other.claim(["q"], "heir", timeout=None)
         assert again.attempt == 2
 
@@ -416,30 +417,37 @@ async def test_a_leave_that_fails_lets_go_of_its_lock(path: Path, monkeypatch: p
 # Waking -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks that nobody asked for come so late that whoever is woken was woken by a bell."""
+    monkeypatch.setattr(SqliteStore, "net", 60.0)
+
+
 async def _wake_speed(one: Dispatch, other: Dispatch) -> None:
-    """A claimer on `one` hears submits on `other` well before the unasked look; so does a waiter of its end."""
+    """A claimer on `one` hears submits on `other` well before the `seldom` look; so does a waiter of its end."""
     times: list[float] = []
     for number in range(8):
         async with anyio.create_task_group() as group:
 
             async def work() -> None:
-                (claimed,) = await one.claim(["q"], "w", timeout=10)
+                (claimed,) = await one.claim(["q"], "w", timeout=20)
                 await one.finish(fence_of(claimed, "w"), "succeeded", result=b"r")
 
             group.start_soon(work)
             await wait_until(lambda: _waits(one, "queue"), 10, "the claimer to wait")
             start = time.perf_counter()
             id = await other.submit("q", b"x")
-            assert (await other.outcome(id, timeout=10)).result == b"r"
+            assert (await other.outcome(id, timeout=20)).result == b"r"
             times.append(time.perf_counter() - start)
         assert number == 0 or times
-    assert sorted(times)[len(times) // 2] < 0.1, f"the bells were not heard: {times}"
+    assert sorted(times)[len(times) // 2] < 4.0, f"the bells were not heard: {times}"
 
 
 async def _waits(plane: Dispatch, kind: Any) -> bool:
     return (await plane._engines.get()).hub.waits(kind)
 
 
+@pytest.mark.usefixtures("seldom")
 async def test_others_are_woken_by_a_bell(path: Path) -> None:
     async with Dispatch(path) as one, Dispatch(path) as other:
         await _wake_speed(one, other)
@@ -473,19 +481,18 @@ async def test_sockets_of_the_dead_are_removed(path: Path) -> None:
             async with anyio.create_task_group() as group:
                 plane = Dispatch(sys.argv[1])
                 group.start_soon(lambda: plane.claim(["q"], "w", timeout=None))
-                await anyio.sleep(0.5)
-                print("waiting", flush=True)
                 await anyio.sleep_forever()
         anyio.run(main)
         """,
         str(path),
     )
-    with waiter:
-        assert waiter.stdout is not None
-        assert waiter.stdout.readline() == "waiting\n"
-        waiter.kill()
-        waiter.communicate()
     presence = Path(f"{path}-presence")
+    with waiter:
+        try:
+            await wait_until(lambda: list((presence / "jobs").glob("*/*")), 60, "its bell")
+        finally:
+            waiter.kill()
+            waiter.communicate()
     assert len(list((presence / "jobs").glob("*/*"))) == 1
     async with Dispatch(path) as plane:
         await plane.submit("q", b"x")
@@ -493,6 +500,7 @@ async def test_sockets_of_the_dead_are_removed(path: Path) -> None:
         assert list((presence / "bells").iterdir()) == []
 
 
+@pytest.mark.usefixtures("seldom")
 async def test_a_job_rings_those_who_wait_for_its_queue(path: Path) -> None:
     """Each queue has bells of its own: with others waiting beside, a claimer is woken all the same, well before a look."""
     async with Dispatch(path) as one, Dispatch(path) as two, Dispatch(path) as caller:
@@ -501,13 +509,13 @@ async def test_a_job_rings_those_who_wait_for_its_queue(path: Path) -> None:
             group.start_soon(lambda: two.claim(["other"], "two", timeout=None))
             for _ in range(8):
                 async with anyio.create_task_group() as round_:
-                    round_.start_soon(lambda: one.claim(["q"], "one", timeout=10))
+                    round_.start_soon(lambda: one.claim(["q"], "one", timeout=20))
                     await wait_until(lambda: _waits(one, "queue"), 10, "the claimer to wait")
                     start = time.perf_counter()
                     await caller.submit("q", b"x")
                 times.append(time.perf_counter() - start)
             group.cancel_scope.cancel()
-    assert sorted(times)[4] < 0.1, f"the bells of another queue were rung: {times}"
+    assert sorted(times)[4] < 4.0, f"the bells of another queue were rung: {times}"
 
 
 async def test_a_bell_that_was_taken_away_is_hung_up_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,6 +538,7 @@ async def test_a_bell_that_was_taken_away_is_hung_up_again(path: Path, monkeypat
         await wait_until(lambda: claimed, 10, "the claim")
 
 
+@pytest.mark.usefixtures("seldom")
 async def test_litter_in_the_folder_is_no_hindrance(path: Path) -> None:
     async with Dispatch(path) as one, Dispatch(path) as other:
         assert await one.counts() == {}
@@ -561,7 +570,7 @@ async def test_R1_R5_the_claims_of_a_killed_process_go_back_within_a_second_or_t
     async with Dispatch(path) as plane:
         await plane.submit("q", b"x", id="a")
         run_python(CLAIM_AND.format(then="os.kill(os.getpid(), signal.SIGKILL)"), str(path), code=-signal.SIGKILL)
-        with anyio.fail_after(10):
+        with anyio.fail_after(20):
             (again,) = await plane.claim(["q"], "heir", timeout=None)
         assert (again.id, again.attempt, again.lost) == ("a", 2, 1)
         holders = Path(f"{path}-presence") / "holders"
@@ -618,7 +627,7 @@ async def test_a_forked_child_does_not_hold_its_parents_lock(path: Path) -> None
         run_python(
             "import warnings; warnings.simplefilter('ignore')\n" + _dedent(script), str(path), code=-signal.SIGKILL
         )
-        with anyio.fail_after(10):
+        with anyio.fail_after(20):
             (again,) = await plane.claim(["q"], "heir", timeout=None)
         assert again.attempt == 2
 
@@ -873,7 +882,7 @@ async def test_R90_cancelled_operations_leave_no_transaction_open(path: Path) ->
 
                 for _ in range(3):
                     group.start_soon(work)
-            with anyio.fail_after(5):
+            with anyio.fail_after(20):
                 await other.submit("free", b"x")
         await wait_until(lambda: _only_these_run(other, handed_out), 10, "every claim nobody was given to go back")
 

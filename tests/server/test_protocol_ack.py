@@ -512,7 +512,7 @@ async def test_a_newer_await_many_of_the_same_watch_ends_the_older_one(api: Api,
 
 async def test_await_many_lingers_for_what_ends_a_little_later(api: Api, queue: str) -> None:
     ids = [await api.running(queue, lease_s=60) for _ in range(2)]
-    async with meanwhile(api.do(AWAIT_MANY, these(*ids, timeout_s=60, linger_s=1.0))) as (waited,):
+    async with meanwhile(api.do(AWAIT_MANY, these(*ids, timeout_s=60, linger_s=15.0))) as (waited,):
         await not_yet(waited, 0.1)
         for id in ids:
             await api.do(ACK, {"invocation_id": id, "state": "succeeded", **OURS})

@@ -112,7 +112,7 @@ async def test_a_held_poll_is_answered_by_the_submit_it_waited_for(api: Api, que
         submitted = time.monotonic()
         (body,) = await polled()
         assert body["invocation_id"] == id
-        assert time.monotonic() - submitted < 5
+        assert time.monotonic() - submitted < 20
 
 
 async def test_a_held_poll_names_all_the_queues_it_waits_for(api: Api, queue: str) -> None:
@@ -186,10 +186,10 @@ async def test_a_claim_without_a_lease_never_expires(api: Api, queue: str) -> No
 
 
 async def test_a_claim_with_a_lease_lasts_for_it_and_goes_back_to_its_queue(api: Api, queue: str) -> None:
+    row = await api.row(await api.running("kept-" + queue, lease_s=30))
+    assert row["lease_until"] == pytest.approx(row["started_at"] + 30, abs=0.1)
     id = await api.submit(queue)
     await api.claim(queue, "dead", lease_s=0.3)
-    row = await api.row(id)
-    assert row["lease_until"] == pytest.approx(row["started_at"] + 0.3, abs=0.1)
     (body,) = await api.poll(queue, "alive", lease_s=30, timeout_s=PATIENCE)
     assert (body["invocation_id"], body["attempt"], body["lost"]) == (id, 2, 1)
 
@@ -313,11 +313,12 @@ async def test_a_retried_claim_is_queued_after_its_delay_and_counts_a_failure(ap
     id = await api.running(queue, lease_s=30)
     error = {"type": "ValueError", "message": "boom", "traceback": "tb"}
     fields = {"worker_id": "w", "claims": [[id, 1]], "delay_s": 0.3, "error": error}
+    began = time.monotonic()
     assert (await api.do(RETRY, fields))["results"] == [{"state": "queued", "queue": queue, "delayed": True}]
     row = await api.row(id)
     assert (row["state"], row["failures"], row["error"]) == ("queued", 1, error)
-    assert await api.poll(queue, lease_s=30) == []
-    (body,) = await api.poll(queue, lease_s=30, timeout_s=PATIENCE)
+    (body,) = await api.poll(queue, lease_s=30) or await api.poll(queue, lease_s=30, timeout_s=PATIENCE)
+    assert time.monotonic() - began >= 0.29
     assert (body["invocation_id"], body["attempt"], body["failures"]) == (id, 2, 1)
 
 
@@ -393,7 +394,7 @@ async def test_a_row_with_frames_is_never_given_to_a_poll_without_a_lease(api: A
 
 
 async def test_a_heartbeat_renews_the_claims_it_lists_and_no_others(api: Api, queue: str) -> None:
-    listed, other = [await api.running(queue, lease_s=1.5) for _ in range(2)]
+    listed, other = [await api.running(queue, lease_s=30) for _ in range(2)]
     beat = {"worker_id": "w", "claims": [[listed, 1]], "lease_s": 300}
     assert await api.do(HEARTBEAT, beat) == {"lost": [], "cancel": []}
     row = await api.row(listed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import socket
@@ -133,7 +134,13 @@ async def test_a_job_that_is_there_when_its_client_leaves_is_free_unless_it_was_
                 if step % 2:
                     wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                 headers = TYPE, f"Content-Length: {len(body)}", f"X-Request-Id: {request_id}"
-                wire.send(head(*headers, path=POLL) + body)
+                if step % 3:  # else the answer may be quicker than the end
+                    os.kill(server.pid, signal.SIGSTOP)
+                try:
+                    wire.send(head(*headers, path=POLL) + body)
+                    wire.socket.close()
+                finally:
+                    os.kill(server.pid, signal.SIGCONT)
             line = await wait_until(partial(logged, server, request_id), PATIENCE, "its line in the log")
             fence = {"worker_id": "leaver", "attempt": 1}
             if " 200 " not in line:
@@ -188,8 +195,9 @@ async def test_held_requests_beyond_the_limit_are_refused_and_all_others_go_on(t
     limits = Limits(polls=3)
     async with serving_here(dls.Dispatch(tmp_path / "plane.db"), limits=limits) as api:
         async with meanwhile(*(api.poll(queue, f"w{n}", timeout_s=60) for n in range(3))) as polls:
-            with anyio.move_on_after(0.5):
-                await polls[0].done.wait()
+            transport: Any = api.client._transport
+            there = transport._app.endpoint.service.polls
+            await wait_until(lambda: len(there) == 3, PATIENCE, "the polls")
             answer = await api.ask(POLL, {"worker_id": "more", "queue": "other", "timeout_s": 60})
             assert answer.error == (503, "PlaneUnavailable")
             id = await api.submit(queue)
@@ -295,6 +303,10 @@ async def test_a_server_that_is_started_again_has_everything_that_it_answered_fo
                 ):
                     with anyio.move_on_after(0.3):
                         await polled.done.wait()
+                    for _ in range(
+                        3
+                    ):  # what was asked before these is there, also if this process stood still meanwhile
+                        assert await api.row(queued) == rows[queued]
                     assert await anyio.to_thread.run_sync(first.stop) == 0
                     assert (await polled(), await waited()) == ([], {"state": "pending"}), "what is held is answered"
     with server_process(db) as second:
@@ -318,12 +330,12 @@ async def test_claims_are_not_taken_away_by_the_time_that_the_server_was_down(tm
     db = tmp_path / "plane.db"
     with server_process(db) as first:
         async with first.api() as api:
-            id = await api.running(queue, lease_s=3.0)
+            id = await api.running(queue, lease_s=6.0)
         first.stop()
     with socket.socket() as waiting, contextlib.suppress(TimeoutError):
         waiting.bind(("127.0.0.1", 0))
         waiting.listen()
-        waiting.settimeout(3.1)
+        waiting.settimeout(6.1)
         waiting.accept()
     with server_process(db) as second:
         async with second.api() as api:

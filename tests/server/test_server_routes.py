@@ -415,13 +415,14 @@ async def test_a_body_that_does_not_come_is_a_408_and_one_that_comes_slowly_is_r
         error = decode(said, "a test")["error"]
         sentence = "expected the rest of the body within 0.3 s, got 5 bytes of it: send it again"
         assert (error["type"], error["message"]) == ("PlaneUnavailable", sentence)
+    with served(lambda: dls.Dispatch(tmp_path / "plane.db"), limits=Limits(body_timeout=4.0)) as server:
         async with await server.connect(
             f"POST {SUBMIT}", content_length=str(len(body)), connection="close"
         ) as connection:
-            for byte in body[:10]:
-                await anyio.sleep(0.05)
+            for byte in body[:4]:
+                await anyio.sleep(1.1)
                 await connection.send(bytes([byte]))
-            await connection.send(body[10:])
+            await connection.send(body[4:])
             assert (await _all(connection)).startswith(b"HTTP/1.1 200 ")
 
 
@@ -786,14 +787,17 @@ async def test_the_metrics_count_requests_claims_and_readers(here: dls.Dispatch,
 
 
 async def test_health_and_readiness_are_open_to_everybody(here: dls.Dispatch, tokens: Tokens, monkeypatch: Any) -> None:
-    app = create_app(here, tokens=tokens.file, allowed_hosts=["lake.example"], limits=Limits(readiness=0.05))
-    async with client_of(app) as client:
+    patient, app = (
+        create_app(here, tokens=tokens.file, allowed_hosts=["lake.example"], limits=Limits(readiness=seconds))
+        for seconds in (PATIENCE, 0.05)
+    )
+    async with client_of(patient) as with_time, client_of(app) as without:
 
-        async def both() -> list[tuple[int, bytes]]:
+        async def both(client: Client = without) -> list[tuple[int, bytes]]:
             answers = [await client.get(path, host="10.0.0.1") for path in ("/healthz", "/readyz")]
             return [(answer.status, answer.body) for answer in answers]
 
-        assert await both() == [(200, b"ok\n"), (200, b"ready\n")]
+        assert await both(with_time) == [(200, b"ok\n"), (200, b"ready\n")]
 
         async def fail(*args: Any) -> Any:
             raise PlaneUnavailable("the disk is full")
@@ -805,8 +809,8 @@ async def test_health_and_readiness_are_open_to_everybody(here: dls.Dispatch, to
             with monkeypatch.context() as patch:
                 patch.setattr(here, "look", broken)
                 assert await both() == [(200, b"ok\n"), (503, b"not ready\n")]
-        app.drain()
-        assert await both() == [(200, b"ok\n"), (503, b"not ready\n")]
+        patient.drain()
+        assert await both(with_time) == [(200, b"ok\n"), (503, b"not ready\n")]
 
 
 def test_the_limits_are_those_of_the_protocol() -> None:

@@ -132,9 +132,9 @@ def test_R50_a_length_that_lies_costs_neither_memory_nor_time(number: int) -> No
             with pytest.raises(WireError):
                 wire.unpack(data)
 
-        begin = time.monotonic()
+        begin = time.process_time()
         assert peak(read) * SIZE < 10 * len(data) + (1 << 20)
-        assert time.monotonic() - begin < 10
+        assert time.process_time() - begin < 10
 
 
 def test_R50_an_image_that_unfolds_to_gigabytes_stays_small() -> None:

@@ -237,7 +237,10 @@ class Client:
         )
 
     async def stream(self, id: str, since: int) -> AsyncGenerator[bytes, None]:
-        """The bytes of a journal after `since`, as they come. Raises as `call` does; its end may be a drop."""
+        """The bytes of a journal after `since`, as they come; none first, once the far side has begun to answer.
+
+        Raises as `call` does; its end may be a drop.
+        """
         route, request_id = ROUTES["stream"], new_id()
         where = f"GET {route.path} at {self._url}, request {request_id}"
         if self.closed:
@@ -254,6 +257,7 @@ class Client:
             async with asked as got:
                 if got.status_code != 200:
                     self._read("stream", Answer(got.status_code, got.headers, await got.aread()), where, id)
+                yield b""
                 async for chunk in got.aiter_raw():
                     yield chunk
         except LakeshoreError:  # which may be a RuntimeError too

@@ -57,8 +57,9 @@ HELD_S, SHARED_S = 30.0, 1.0
 """Seconds of one await: alone or nearly so, and with many others that want their turn."""
 SILENCE_S = 0.005
 """After a frame, how long to wait for the next one before the page is handed on."""
-LOOK_S = 0.5
-"""How long a stream may be silent before a look at it, which does not wait, is over."""
+LOOK_S, BEGIN_S = 0.5, 15.0
+"""How long a stream may be silent before a look at it, which does not wait, is over; not so before it has begun, nor when
+it is known to come to its end, for which it has the second time."""
 END, ERROR = 3, 4
 _NO_FRAME: list[Any] = [0, None, None, None]
 _SHUTDOWN = Failure("Cancelled", "daemon shutdown grace expired")
@@ -182,11 +183,11 @@ class PlainServer:
         terminal = False
         while True:
             splitter, known = _Splitter(cursor), terminal
-            over = await self._fill(splitter, cursor, silence)
+            over = await self._fill(splitter, cursor, max(silence, BEGIN_S) if terminal else silence)
             stood = await self._await(cursor.id, 0.0)
             terminal = stood.state in TERMINAL
             nothing = over and terminal and not splitter.frames and not splitter.begun
-            if known or not nothing:
+            if known or not terminal or splitter.frames or (over and splitter.begun):
                 break
         closed = splitter.closed or nothing
         return Page(splitter.frames, closed, stood.state if terminal else "running", stood.error)
@@ -194,12 +195,14 @@ class PlainServer:
     async def _fill(self, splitter: _Splitter, cursor: Cursor, silence: float) -> bool:
         """Read on until the page is full or nothing more comes; whether the body has ended."""
         stream = self._client.stream(cursor.id, cursor.since)
+        patience = max(silence, BEGIN_S)
         try:
             while not splitter.full:
-                with anyio.move_on_after(SILENCE_S if splitter.frames else silence) as waited:
+                with anyio.move_on_after(SILENCE_S if splitter.frames else patience) as waited:
                     chunk = await anext(stream, None)
                     if chunk is None:
                         return True
+                    patience = silence
                     splitter.feed(chunk)
                 if waited.cancelled_caught:
                     break
