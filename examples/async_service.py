@@ -59,7 +59,7 @@ async def start_job(request: Request) -> JSONResponse:
 async def show_job(request: Request) -> JSONResponse:
     """Wait a little for a job of any earlier request."""
     try:
-        return JSONResponse({"state": "succeeded", "primes": await queue.result(request.path_params["id"], timeout=5)})
+        return JSONResponse({"state": "succeeded", "primes": await queue.result(request.path_params["id"], timeout=20)})
     except TimeoutError:
         return JSONResponse({"state": "pending"}, status_code=202)
     except dls.InvocationNotFound as exc:
@@ -99,7 +99,7 @@ async def main() -> None:
 
 
 async def ask(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
         for below in (10, 1000, 1_000_000):
             print(f"GET /primes/{below}:", (await client.get(f"/primes/{below}")).json())
         id = (await client.post("/jobs/3000000")).json()["id"]

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 from helpers import wait_until, wait_until_sync
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-_PATIENCE = 15.0  # seconds that threads and tasks have to end after their test
+_PATIENCE = 30.0  # seconds that threads and tasks have to end after their test
+
+# How long an example takes is the machine's business.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="module", params=["asyncio", "trio"])

@@ -1,4 +1,4 @@
-"""What the tests share: waiting for a condition, fresh interpreters, and optional modules."""
+"""What the tests share: waiting for a condition, measuring, fresh interpreters, and optional modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PAUSE = 0.005  # seconds between two looks
 
 
-async def wait_until(predicate: Callable[[], Any], timeout: float = 20.0, description: str = "the condition") -> Any:
+async def wait_until(predicate: Callable[[], Any], timeout: float = 30.0, description: str = "the condition") -> Any:
     """Look at `predicate` (plain or async) until it is true and return its value; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
@@ -64,7 +64,7 @@ async def in_one_of(times: int, trial: Callable[[], Awaitable[None]]) -> None:
     await trial()
 
 
-def wait_until_sync(predicate: Callable[[], Any], timeout: float = 20.0, description: str = "the condition") -> Any:
+def wait_until_sync(predicate: Callable[[], Any], timeout: float = 30.0, description: str = "the condition") -> Any:
     """The same from plain code."""
     deadline = time.monotonic() + timeout
     while True:
@@ -73,6 +73,19 @@ def wait_until_sync(predicate: Callable[[], Any], timeout: float = 20.0, descrip
         if time.monotonic() > deadline:
             pytest.fail(f"waited {timeout:g} s in vain for: {description}")
         time.sleep(_PAUSE)
+
+
+async def at_best(bound: float, measure: Callable[[], Awaitable[float]], tries: int = 5) -> None:
+    """Whether `measure` can give at most `bound` seconds, for promises about what is possible.
+
+    A machine that stands still for a moment makes one measurement longer, not all of them.
+    """
+    took: list[float] = []
+    while len(took) < tries:
+        took.append(await measure())
+        if took[-1] <= bound:
+            return
+    pytest.fail(f"expected at most {bound:g} s at least once, measured {took}")
 
 
 def needs(module: str) -> Any:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-LIMIT = 90.0
+LIMIT = 200.0
 """Seconds that an example gets; each takes a few."""
 
 
@@ -83,6 +83,10 @@ def test_data_udf(example: Callable[..., str]) -> None:
 
 def test_trio_app(example: Callable[..., str]) -> None:
     said = example("trio_app", "trio")
+    for _ in range(4):  # the call is left after half a second: on a machine that stands still before its body begins
+        if "cancelled before it started" not in said:
+            break
+        said = example("trio_app", "trio")
     assert "collatz: 112 values, the highest is 9232, the last is 1\n" in said
     assert "patient: the worker was told, and the `finally` of the body ran\n" in said
     assert said.endswith("ended killed: Cancelled: cancelled while running\n")

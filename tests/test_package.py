@@ -61,7 +61,7 @@ def fresh(program: str, *options: str, env: dict[str, str] | None = None) -> Any
         [sys.executable, *options, "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         env={**os.environ, **(env or {})},
     )
     assert ran.returncode == 0, ran.stderr
@@ -87,7 +87,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source)]
     if find_spec("setuptools") and _setuptools() >= 77:
         command.append("--no-build-isolation")
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
     (built,) = folder.glob("*.whl")
     return built

@@ -101,7 +101,7 @@ async def waiting(plane: Plane) -> bool:
 
 async def test_values_come_live_and_end_with_the_journal(q: Queue, producer: Producer) -> None:
     seen: list[Any] = []
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as group:
             group.start_soon(collect, q.stream(producer.id), seen)
             await producer.values("a", None)
@@ -336,7 +336,7 @@ async def test_R37_who_asked_for_it_goes_on_with_the_new_attempt(q: Queue, resta
 async def test_R45_a_failed_attempt_that_is_tried_again_ends_neither_stream_nor_result(
     q: Queue, producer: Producer
 ) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as group:
             results: list[Any] = []
 
@@ -371,6 +371,24 @@ async def test_a_wait_that_is_over_names_the_cursor_and_can_go_on(q: Queue, prod
         await anext(stream)
     await producer.values("b")
     assert await anext(stream) == "b"
+
+
+async def test_what_is_there_is_given_however_short_the_time(
+    q: Queue, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that takes longer than the time is not broken off for nothing."""
+    page = Dispatch.page
+
+    async def slow(self: Plane, *args: Any, **options: Any) -> Any:
+        await anyio.sleep(0.1)
+        return await page(self, *args, **options)
+
+    await producer.values("a")
+    monkeypatch.setattr(Dispatch, "page", slow)
+    stream = q.stream(producer.id, timeout=0.01)
+    assert await anext(stream) == "a"
+    with pytest.raises(TimeoutError):
+        await anext(stream)
 
 
 async def test_R35_asking_again_and_again_takes_nothing_away(q: Queue, producer: Producer) -> None:
@@ -444,7 +462,7 @@ async def test_two_tasks_may_share_an_iterator(q: Queue, producer: Producer) -> 
             got.append(value)
             await checkpoint()
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as group:
             for _ in range(3):
                 group.start_soon(read)
@@ -547,7 +565,7 @@ async def test_R44_leaving_a_stream_leaves_nothing_behind(
     q: Queue, producer: Producer, leave: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     await producer.values(*range(10))
-    with caplog.at_level(logging.WARNING), anyio.fail_after(20):
+    with caplog.at_level(logging.WARNING), anyio.fail_after(60):
         await leave(q.stream(producer.id))
         gc.collect()
         for _ in range(5):

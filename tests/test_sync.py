@@ -84,7 +84,7 @@ def test_every_verb_works_from_a_plain_thread(q: SyncQueue) -> None:
     assert job is not None
     assert [q.post(job, "x"), q.post(job, "y", final=True)] == [0, 1]
     q.ack(job, {"a": (1,)})
-    assert q.result(first, timeout=1.0) == {"a": (1,)}
+    assert q.result(first, timeout=30.0) == {"a": (1,)}
     assert list(q.stream(first)) == ["x", "y"]
     assert [(frame.seq, frame.body) for frame in q.stream_frames(first, since=0)] == [(1, "y"), (2, None)]
     again = q.claim()
@@ -209,7 +209,7 @@ def test_working_renews_its_lease_while_its_thread_is_busy(q: SyncQueue) -> None
     with q.working(lease=0.6) as job:
         begun = q.get(id).lease_until
         assert begun is not None
-        wait_until_sync(lambda: (q.get(id).lease_until or 0) > begun + 0.6, 20, "a lease past its first end")
+        wait_until_sync(lambda: (q.get(id).lease_until or 0) > begun + 0.6, 60, "a lease past its first end")
         job.result = "kept"
     assert q.result(id) == "kept"
     assert q.get(id).attempt == 1

@@ -76,7 +76,7 @@ fetch.submit("u").upper()
 
 def _mypy(*files: Path, cache: Path) -> set[tuple[str, int]]:
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), "--no-error-summary"]
-    ran = subprocess.run([*command, *map(str, files)], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    ran = subprocess.run([*command, *map(str, files)], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert ran.returncode in (0, 1), ran.stdout + ran.stderr
     found = re.findall(r"^(.*?):(\d+): error:", ran.stdout, re.MULTILINE)
     return {(Path(file).name, int(line)) for file, line in found if Path(file).name in {one.name for one in files}}
@@ -84,7 +84,7 @@ def _mypy(*files: Path, cache: Path) -> set[tuple[str, int]]:
 
 def _pyright(*files: Path, cache: Path) -> set[tuple[str, int]]:
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
-    ran = subprocess.run([*command, *map(str, files)], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    ran = subprocess.run([*command, *map(str, files)], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert ran.returncode in (0, 1), ran.stdout + ran.stderr
     found = json.loads(ran.stdout)["generalDiagnostics"]
     return {(Path(one["file"]).name, one["range"]["start"]["line"] + 1) for one in found if one["severity"] == "error"}

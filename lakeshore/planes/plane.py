@@ -365,6 +365,8 @@ class Plane:
             return page if page.frames or page.closed else None
 
         page = await self.until([("journal", id)], look, timeout)
+        if page is None and timeout is not None and timeout > 0:
+            page = await look()  # not before it has looked, however short the time was
         if page is None:
             raise TimeoutError(
                 f"invocation {id!r} had no frame after {since} within {timeout} s; read on with since={since}"

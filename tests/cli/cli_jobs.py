@@ -17,7 +17,7 @@ import dreamlake.lakeshore as dls
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PATIENCE = 30.0  # seconds after which a body that waits for a file gives up
+_PATIENCE = 90.0  # seconds after which a body that waits for a file gives up
 
 
 @dls.udf(queue="bodies")

@@ -21,9 +21,9 @@ def around(*names: str) -> dict[str, Any]:
 
 
 def sleep_on(begun: str) -> None:
-    Path(begun).touch()
     while True:
         try:
+            Path(begun).touch()
             time.sleep(60)
         except SystemExit:
             continue

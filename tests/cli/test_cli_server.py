@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MSGPACK = {"content-type": CONTENT_TYPE}
+get, post = (partial(ask, timeout=LIMIT) for ask in (httpx.get, httpx.post))
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def under_way(server: Server, path: str, body: bytes, length: int | None = None)
     with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as sock:
         sock.sendall(f"{head}content-length: {length or len(body)}\r\n\r\n".encode() + body)
         # What lay in that connection was there before this one was.
-        assert httpx.get(f"{server.url}/healthz").status_code == 200
+        assert get(f"{server.url}/healthz").status_code == 200
         yield sock
 
 
@@ -91,7 +93,7 @@ def test_it_says_where_it_is_and_who_may_come(db: Path, home: Path) -> None:
             f"INFO server {server.pid} on http://127.0.0.1:{server.port}, plane {db}, namespace default, open to "
             f"everybody who reaches it, no tokens in {home / 'tokens'}\n"
         )
-        assert httpx.get(f"{server.url}/healthz").status_code == 200
+        assert get(f"{server.url}/healthz").status_code == 200
     for number in range(2):
         token(home, "worker", name=f"t{number}")
     with Server(db, "--namespace", "team", home=home) as server:
@@ -222,18 +224,18 @@ def test_R111_beyond_this_machine_it_wants_a_token(db: Path, home: Path) -> None
 def test_insecure_is_said_aloud(db: Path, home: Path) -> None:
     with Server(db, "--host", "0.0.0.0", "--insecure", home=home) as server:
         assert "open to everybody who reaches it" in server.err
-        assert httpx.get(f"http://127.0.0.1:{server.port}/v1/producer/queues").status_code == 200
+        assert get(f"http://127.0.0.1:{server.port}/v1/producer/queues").status_code == 200
 
 
 def test_a_token_that_is_made_while_it_runs_closes_it(server: Server, home: Path) -> None:
     queues = f"{server.url}/v1/producer/queues"
-    assert httpx.get(queues).status_code == 200
+    assert get(queues).status_code == 200
     made = token(home, "producer")
-    wait_until_sync(lambda: httpx.get(queues).status_code == 401, LIMIT, "the server to ask for a token")
+    wait_until_sync(lambda: get(queues).status_code == 401, LIMIT, "the server to ask for a token")
     allowed = {"authorization": f"Bearer {made}"}
-    assert httpx.get(queues, headers=allowed).status_code == 200
+    assert get(queues, headers=allowed).status_code == 200
     assert cli("token", "revoke", "the-producer").code == 0
-    wait_until_sync(lambda: httpx.get(queues, headers=allowed).status_code == 401, LIMIT, "the token's end")
+    wait_until_sync(lambda: get(queues, headers=allowed).status_code == 401, LIMIT, "the token's end")
     assert made not in server.err
 
 
@@ -250,7 +252,7 @@ def test_R112_an_open_server_answers_to_its_own_names_only(
     db: Path, home: Path, options: tuple[str, ...], host: str, status: int
 ) -> None:
     with Server(db, *options, home=home) as server:
-        answer = httpx.get(f"{server.url}/v1/producer/queues", headers={"host": f"{host}:{server.port}"})
+        answer = get(f"{server.url}/v1/producer/queues", headers={"host": f"{host}:{server.port}"})
     assert answer.status_code == status
 
 
@@ -258,15 +260,15 @@ def test_with_tokens_a_server_goes_by_any_name_unless_some_are_given(db: Path, h
     headers = {"authorization": f"Bearer {token(home, 'producer')}", "host": "any.example"}
     for options, status in (((), 200), (("--allowed-host", "plane.example"), 403)):
         with Server(db, *options, home=home) as server:
-            assert httpx.get(f"{server.url}/v1/producer/queues", headers=headers).status_code == status
+            assert get(f"{server.url}/v1/producer/queues", headers=headers).status_code == status
 
 
 def test_its_other_options_reach_it(db: Path, home: Path) -> None:
     with Server(db, "--target-nymph-version", "default=0.1.4", "--max-body", "1k", home=home) as server:
         body = encode({"worker_id": "w", "timeout_s": 0})
-        answer = httpx.post(f"{server.url}/v1/daemon/poll", content=body, headers=MSGPACK)
+        answer = post(f"{server.url}/v1/daemon/poll", content=body, headers=MSGPACK)
         assert decode(answer.content, "x") == {"commands": [], "target_nymph_version": "0.1.4"}
-        answer = httpx.post(f"{server.url}/v1/daemon/poll", content=bytes(1025), headers=MSGPACK)
+        answer = post(f"{server.url}/v1/daemon/poll", content=bytes(1025), headers=MSGPACK)
         assert answer.status_code == 413
 
 
@@ -493,11 +495,11 @@ def test_a_claim_without_a_lease_is_released(server: Server) -> None:
         f"lakeshore: invocation {id!r} is queued: nothing holds it, so there is nothing to release\n",
     )
     body = encode({"worker_id": "old", "queue": "q", "timeout_s": 0})
-    answer = httpx.post(f"{server.url}/v1/daemon/poll", content=body, headers=MSGPACK)
+    answer = post(f"{server.url}/v1/daemon/poll", content=body, headers=MSGPACK)
     assert [command["body"]["invocation_id"] for command in decode(answer.content, "x")["commands"]] == [id]
     assert cli("inv", "release", id, *at).out == f"{id} is queued again\n"
     ack = encode({"invocation_id": id, "state": "succeeded", "worker_id": "old", "result_blob": b""})
-    assert httpx.post(f"{server.url}/v1/daemon/ack", content=ack, headers=MSGPACK).status_code == 409
+    assert post(f"{server.url}/v1/daemon/ack", content=ack, headers=MSGPACK).status_code == 409
 
 
 def test_where_the_token_comes_from(
@@ -508,7 +510,7 @@ def test_where_the_token_comes_from(
     file.write_text(f"{made}\n")
     file.chmod(0o600)
     wait_until_sync(
-        lambda: httpx.get(f"{server.url}/v1/producer/queues").status_code == 401, LIMIT, "the server to ask for a token"
+        lambda: get(f"{server.url}/v1/producer/queues").status_code == 401, LIMIT, "the server to ask for a token"
     )
     for command, code in ((("queue", "list"), 4), (("queue", "list", "--token-file", file), 0)):
         ran = cli(*command, *at)

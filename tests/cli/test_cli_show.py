@@ -195,7 +195,7 @@ def test_the_result_of_a_failed_invocation_is_its_error(db: Path, three: list[st
 def test_a_wait_has_a_limit_and_leaves_the_invocation_alone(db: Path, q: dls.SyncQueue, three: list[str]) -> None:
     started = time.monotonic()
     ran = cli("inv", "result", three[2], "--db", db, "--timeout", "0.1s", "--json")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50
     sentence = f"invocation '{three[2]}' had not ended after 0.1 s; it goes on, wait again with its id"
     assert (ran.code, ran.err) == (1, f"lakeshore: {sentence}\n")
     assert ran.document == {"error": {"type": "TimeoutError", "message": sentence}}

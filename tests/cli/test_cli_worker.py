@@ -323,9 +323,11 @@ from dreamlake.lakeshore.worker import loop
 async def broken(*args, **options):
     import anyio
     async with anyio.create_task_group() as group:
-        hang = lambda: to_thread.run_sync(threading.Event().wait, abandon_on_cancel=True)
-        group.start_soon(hang)
-        await anyio.sleep(0.1)
+        hangs = threading.Event()
+        hang = lambda: (hangs.set(), threading.Event().wait())
+        group.start_soon(lambda: to_thread.run_sync(hang, abandon_on_cancel=True))
+        while not hangs.is_set():
+            await anyio.sleep(0.01)
         group.cancel_scope.cancel()
     raise RuntimeError("the loop is broken")
 

@@ -537,8 +537,10 @@ async def test_leaving_an_async_call_cancels_the_body(q: Queue) -> None:
 
 async def test_leaving_a_call_with_a_key_leaves_the_body_alone(q: Queue) -> None:
     async with working(q):
-        with anyio.move_on_after(0.2):
-            await sleep_long.remote("keyed", _key="k")
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: sleep_long.remote("keyed", _key="k"))
+            await wait_until(lambda: q.count("running"), description="the body")
+            group.cancel_scope.cancel()
         (row,) = await q.list()
         assert (row.state, row.cancel_requested) == ("running", False)
         await q.cancel(row.id, wait=True)
@@ -654,15 +656,18 @@ async def _exception(make: Any) -> None:
 
 
 async def _timeout_while_waiting(make: Any) -> None:
-    with anyio.move_on_after(0.2) as found:
-        async for _ in make():
-            pass
+    with anyio.CancelScope() as found:
+        async for i in make():
+            if i == 0:  # it has begun
+                found.deadline = anyio.current_time() + 0.2
     assert found.cancelled_caught
 
 
 async def _timeout_in_the_body(make: Any) -> None:
-    with anyio.move_on_after(0.3) as found:
-        async for _ in make():
+    with anyio.CancelScope() as found:
+        async for i in make():
+            if i == 0:
+                found.deadline = anyio.current_time() + 0.3
             await anyio.sleep(0.05)
     assert found.cancelled_caught
 

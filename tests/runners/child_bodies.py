@@ -139,16 +139,16 @@ def allocates(n: int) -> int:
 
 
 def sleeps(path: str) -> None:
-    note(path, f"began {os.getpid()}")
-    try:
+    try:  # first: whoever reads the note may ask it to stop before the next line
+        note(path, f"began {os.getpid()}")
         time.sleep(60)
     finally:
         note(path, "cleaned up")
 
 
 async def asleeps(path: str) -> None:
-    note(path, f"began {os.getpid()}")
     try:
+        note(path, f"began {os.getpid()}")
         await anyio.sleep(60)
     finally:
         note(path, "cleaned up")
@@ -164,8 +164,8 @@ def stubborn(path: str) -> None:
 
 
 def finishes_anyway(path: str) -> str:
-    note(path, f"began {os.getpid()}")
     try:
+        note(path, f"began {os.getpid()}")
         time.sleep(60)
     except SystemExit:
         return "finished anyway"
@@ -225,9 +225,9 @@ def one_then_waits(path: str) -> Iterator[int]:
 
 
 def endless(path: str) -> Iterator[int]:
-    note(path, f"began {os.getpid()}")
     i = 0
     try:
+        note(path, f"began {os.getpid()}")
         while True:
             yield i
             i += 1
@@ -237,9 +237,9 @@ def endless(path: str) -> Iterator[int]:
 
 
 async def aendless(path: str) -> AsyncIterator[int]:
-    note(path, f"began {os.getpid()}")
     i = 0
     try:
+        note(path, f"began {os.getpid()}")
         while True:
             yield i
             i += 1
@@ -335,8 +335,8 @@ def chance() -> float:
 
 
 def cleans_up_slowly(path: str, gate: str) -> None:
-    note(path, "began")
     try:
+        note(path, "began")
         time.sleep(60)
     finally:
         note(path, "cleaning up")
@@ -350,8 +350,8 @@ def killed_by(number: int) -> None:
 
 
 def yields_when_stopped(path: str) -> Iterator[bytes]:
-    note(path, "began")
     try:
+        note(path, "began")
         time.sleep(60)
     except SystemExit:
         yield bytes(1 << 20)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Conformance"]
 
-SECONDS = 30.0
+SECONDS = 60.0
 """Within which a failure is told that nobody had to wait for: far below what would count as a hang."""
 CANCELLED = ("killed", "Cancelled", "cancelled while running")
 
@@ -37,7 +37,7 @@ class Conformance:
     pytestmark: ClassVar = [pytest.mark.slow, pytest.mark.timeout(300)]
     engine: ClassVar[Engine]
     timeout: ClassVar[float] = 6.0
-    """Seconds in which a child begins, imports and all, however busy the machine is."""
+    """Seconds in which a child begins, imports and all, unless the machine stands still."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -187,13 +187,16 @@ class Conformance:
             state, type, message = site.failure(q.submit(dls.thunk(lambda: None)))
             assert (state, type) == ("failed", "TransportError")
             assert "was submitted as a pickle, which this worker refuses" in message
-            id = q.submit(dls.thunk(bodies.stubborn, "timed-out"))
-            state, type, message = site.failure(id)
-            assert (state, type) == ("timeout", "TimeoutError")
-            assert message == f"the body ran longer than this worker's timeout of {self.timeout} s"
-            assert "goes on" in site.notes("timed-out")
-            site.stays_still("timed-out")
-            assert q.get(id).attempt == 1
+            for name in ("timed-out", "timed-out-2", "timed-out-3"):  # one may have had no time to begin
+                id = q.submit(dls.thunk(bodies.stubborn, name))
+                state, type, message = site.failure(id)
+                assert (state, type) == ("timeout", "TimeoutError")
+                assert message == f"the body ran longer than this worker's timeout of {self.timeout} s"
+                assert q.get(id).attempt == 1
+                if "goes on" in site.notes(name):
+                    break
+            assert "goes on" in site.notes(name)
+            site.stays_still(name)
 
     # The end of the worker
 

@@ -81,8 +81,8 @@ def finishes(begun: str, gate: str) -> str:
 
 
 def sleeps(begun: str) -> None:
-    _note(begun, "began")
-    try:
+    try:  # first: whoever reads the note may ask it to stop before the next line
+        _note(begun, "began")
         time.sleep(600)
     finally:
         _note(begun, "cleaned up")

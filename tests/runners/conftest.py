@@ -27,7 +27,7 @@ def each_start(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_process_left(tmp_path: Path) -> Iterator[None]:
     yield
-    wait_until_sync(lambda: not holders(tmp_path), 5.0, f"the end of {holders(tmp_path)}, which the test left")
+    wait_until_sync(lambda: not holders(tmp_path), 30.0, f"the end of {holders(tmp_path)}, which the test left")
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ async def test_an_engine_that_is_down_does_not_empty_the_queue(
     engine = Engine(environ=process_runner().environ)
     ids = [await queue.submit(dls.thunk(bodies.double, n)) for n in range(12)]
     async with children(queue, tmp_path, engine, concurrency=2):
-        await wait_until(lambda: "nothing is claimed" in caplog.text, 10, "the worker to rest")
+        await wait_until(lambda: "nothing is claimed" in caplog.text, 60, "the worker to rest")
         engine.down = False
         states = [await ended(queue, id) for id in ids]
     assert states.count("failed") <= 2, "those that were claimed together"
@@ -82,4 +82,4 @@ async def test_it_goes_on_asking_the_engine(
     for n in range(4):
         await queue.submit(dls.thunk(bodies.double, n))
     async with children(queue, tmp_path, Engine(environ=process_runner().environ)):
-        await wait_until(lambda: caplog.text.count("nothing is claimed") == 4, 10, "four rests")
+        await wait_until(lambda: caplog.text.count("nothing is claimed") == 4, 60, "four rests")

@@ -45,7 +45,7 @@ async def began(path: Path, times: int = 1) -> int:
         found = [int(line.split()[1]) for line in notes(path) if line.startswith("began")]
         return found if len(found) >= times else []
 
-    found: list[int] = await wait_until(pids, 30.0, "the begin of the body")
+    found: list[int] = await wait_until(pids, 60.0, "the begin of the body")
     return found[-1]
 
 
@@ -92,15 +92,18 @@ async def test_R83_a_child_that_ignores_sigterm_is_killed_and_only_then_is_its_e
 @pytest.mark.parametrize("fn", [bodies.stubborn, bodies.asleeps])
 async def test_R83_a_timeout_ends_the_child(queue: dls.Queue, tmp_path: Path, fn: Callable[..., Any]) -> None:
     path = tmp_path / "notes"
-    async with children(queue, tmp_path, process_runner(grace=0.2), timeout=3.0, retries=2):
-        id = await queue.submit(dls.thunk(fn, str(path)))
-        pid = await began(path)
-        row = await row_of(queue, id)
-        assert said(row) == ("timeout", "TimeoutError", "the body ran longer than this worker's timeout of 3.0 s")
-        assert row.attempt == 1
-        assert not runs(pid)
-        with pytest.raises(InvocationTimedOut):
-            await queue.result(id)
+    for timeout in (3.0, 10.0, 30.0):  # a machine that stands still may leave a child no time to begin
+        async with children(queue, tmp_path, process_runner(grace=0.2), timeout=timeout, retries=2):
+            id = await queue.submit(dls.thunk(fn, str(path)))
+            row = await row_of(queue, id)
+            message = f"the body ran longer than this worker's timeout of {timeout} s"
+            assert said(row) == ("timeout", "TimeoutError", message)
+            assert row.attempt == 1
+            with pytest.raises(InvocationTimedOut):
+                await queue.result(id)
+            if notes(path):
+                break
+    assert not runs(await began(path))
 
 
 async def test_a_body_that_succeeds_all_the_same_has_succeeded(queue: dls.Queue, tmp_path: Path) -> None:
@@ -231,7 +234,7 @@ async def test_a_new_attempt_kills_what_an_earlier_one_left_running(
         pid = await began(path)
         process.send_signal(signal.SIGSTOP)
         async with children(queue, tmp_path, lease=0.5):
-            await wait_until(lambda: not runs(pid), 30.0, "the end of the orphan")
+            await wait_until(lambda: not runs(pid), 60.0, "the end of the orphan")
             process.send_signal(signal.SIGCONT)
             assert await queue.result(id) == "the second attempt"
             assert (await queue.get(id)).attempt == 2
@@ -308,7 +311,7 @@ async def test_asyncios_own_cancellation_stops_the_child_too(
 
 async def test_heartbeats_go_on_while_a_child_is_being_ended(queue: dls.Queue, tmp_path: Path) -> None:
     path = tmp_path / "notes"
-    async with children(queue, tmp_path, process_runner(grace=1.5), lease=0.4):
+    async with children(queue, tmp_path, process_runner(grace=1.5), lease=1.0):
         id = await queue.submit(dls.thunk(bodies.stubborn, str(path)))
         await began(path)
         start = time.monotonic()

@@ -328,12 +328,12 @@ async def test_an_engine_that_does_not_answer(
 async def test_a_missing_image(site: Site, queue: dls.Queue, tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         nobody = f"127.0.0.1:{server.getsockname()[1]}/x:1"
-    begun = time.monotonic()
+    begun = time.monotonic()  # podman tries for three seconds; what would count as a hang takes minutes
     said = await failure(queue, tmp_path, site.runner(image=nobody), bodies.nothing)
     beginning = f"the docker runner could not start a child: the image '{nobody}' is not here and cannot be pulled: "
     assert said.startswith(beginning), said
     assert "connection refused" in said[len(beginning) :]
-    assert time.monotonic() - begun < 30.0
+    assert time.monotonic() - begun < PATIENCE
     if site.engine.name == "docker":  # podman tries for three seconds
         said = await failure(queue, tmp_path, site.runner(image=nobody, pull="always"), bodies.nothing)
         assert said.startswith(beginning)
@@ -353,7 +353,7 @@ async def test_a_registry_that_does_not_answer_holds_nobody(site: Site, queue: d
             await anyio.sleep(0.3)
             begun = time.monotonic()
             assert await queue.cancel(id, wait=True)
-            assert time.monotonic() - begun < 10.0
+            assert time.monotonic() - begun < PATIENCE
             assert (await queue.get(id)).state == "killed"
 
 

@@ -262,7 +262,7 @@ def test_files_appear_complete(folder: Path) -> None:
     """Whenever the result is there, all of it is."""
     child = begin(folder, bodies.big, 64 << 20)
     path = folder / "result.msgpack"
-    wait_until_sync(path.exists, 30.0, "the result")
+    wait_until_sync(path.exists, 90.0, "the result")
     assert path.stat().st_size > 64 << 20
     assert end(child)[0] == 0
 

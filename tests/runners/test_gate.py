@@ -99,7 +99,7 @@ def test_a_daemon_that_dies_in_the_middle_of_a_start_leaves_nothing(tmp_path: Pa
     wait_until_sync(lambda: holders(tmp_path) == [group], description="the child to be there")
     _, err = daemon.communicate("\n", timeout=60)
     assert (daemon.returncode, err) == (-signal.SIGKILL, "")
-    wait_until_sync(lambda: holders(tmp_path) == [], 30.0, "the end of the child")
+    wait_until_sync(lambda: holders(tmp_path) == [], 90.0, "the end of the child")
     assert notes(path) == []
     folder = Folder.take(tmp_path, "a", b"")
     assert folder is not None, "the lock of the folder is still held"

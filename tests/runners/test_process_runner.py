@@ -111,7 +111,7 @@ async def test_on_systems_that_offer_less(
     if stopped:
         with anyio.move_on_after(0.05):
             await started.wait()
-        await wait_until(lambda: notes(path), 30.0)
+        await wait_until(lambda: notes(path), 60.0)
         assert (await to_the_end(started.kill)).code == -9
     else:
         assert (await started.wait()).code == 0
@@ -255,6 +255,6 @@ async def test_too_much_that_is_left_is_not_forwarded(
     path = tmp_path / "notes"
     async with children(queue, tmp_path):
         id = await queue.submit(dls.thunk(bodies.yields_when_stopped, str(path)))
-        await wait_until(lambda: notes(path), 30.0)
+        await wait_until(lambda: notes(path), 60.0)
         assert await queue.cancel(id, wait=True)
         assert (await queue.get(id)).state == "killed"

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether an interpreter answers is no matter of how busy the machine is."""
+    monkeypatch.setattr(groups, "PATIENCE", 90.0)
+
+
 async def parent_of(queue: dls.Queue) -> int:
     return int(await queue.call(dls.thunk(bodies.parent)))
 
@@ -67,7 +73,7 @@ async def test_when_the_interpreter_dies_its_children_are_lost_and_there_is_anot
     async with children(queue, tmp_path, process_runner(warm=True), max_lost=1):
         first = await parent_of(queue)
         id = await queue.submit(dls.thunk(bodies.stubborn, str(path)))
-        await wait_until(lambda: notes(path), 30.0)
+        await wait_until(lambda: notes(path), 60.0)
         pid = int(notes(path)[0].split()[1])
         os.kill(first, signal.SIGKILL)
         await queue.dispatch.outcome(id, timeout=30)
@@ -88,7 +94,7 @@ async def test_a_body_that_kills_the_interpreter_costs_its_neighbours_an_attempt
     async with children(queue, tmp_path, process_runner(warm=True), concurrency=2):
         first = await parent_of(queue)
         id = await queue.submit(dls.thunk(bodies.second_time, str(path)))
-        await wait_until(lambda: notes(path), 30.0)
+        await wait_until(lambda: notes(path), 60.0)
         os.kill(first, signal.SIGKILL)
         assert await queue.result(id, timeout=30) == 2
 
@@ -124,7 +130,7 @@ async def test_an_interpreter_that_cannot_fork_keeps_the_children_that_it_has(
     told = {"python": str(python)} if short_of == "processes" else {}
     async with children(queue, tmp_path, process_runner(warm=True, **told), concurrency=2):
         id = await queue.submit(dls.thunk(bodies.waits_and_tells, str(path), str(gate)))
-        await wait_until(lambda: notes(path), 30.0)
+        await wait_until(lambda: notes(path), 60.0)
         warm = int(notes(path)[0])
         if short_of == "descriptors":
             resource.prlimit(warm, resource.RLIMIT_NOFILE, (0, 0))
@@ -140,11 +146,11 @@ async def test_an_interpreter_that_does_not_answer_is_given_up_and_its_children_
     async with children(queue, tmp_path, process_runner(warm=True), concurrency=2):
         warm = await parent_of(queue)
         id = await queue.submit(dls.thunk(bodies.waits_and_tells, str(path), str(gate)))
-        await wait_until(lambda: notes(path), 30.0)
+        await wait_until(lambda: notes(path), 60.0)
         monkeypatch.setattr(groups, "PATIENCE", 0.1)
         os.kill(warm, signal.SIGSTOP)
         assert await parent_of(queue) == os.getpid()  # one that was started plainly
-        monkeypatch.undo()
+        monkeypatch.setattr(groups, "PATIENCE", 90.0)
         assert await parent_of(queue) not in (warm, os.getpid())
         gate.touch()
         assert await queue.result(id, timeout=30) == "told"

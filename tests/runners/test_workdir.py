@@ -147,7 +147,7 @@ def test_the_lock_lives_in_the_child_and_a_new_attempt_kills_it(tmp_path: Path) 
     folder.name_group(process.pid)
     folder.close()
     found: Any = wait_until_sync(lambda: Folder.take(tmp_path, "a", b"new"), description="the folder")
-    assert process.wait(timeout=10) == -signal.SIGKILL
+    assert process.wait(timeout=60) == -signal.SIGKILL
     assert not runs(process.pid)
     assert sorted(path.name for path in found.path.iterdir()) == [".lock", "args.msgpack"]
     assert (found.path / ".lock").read_bytes() == b""

@@ -55,7 +55,7 @@ async def test_what_the_block_raises_comes_out_as_it_is(queue: dls.Queue) -> Non
 
 
 async def test_cancelling_the_block_ends_the_worker(queue: dls.Queue) -> None:
-    with anyio.fail_after(10), anyio.CancelScope() as scope:
+    with anyio.fail_after(30), anyio.CancelScope() as scope:
         async with running_worker(queue, grace=60):
             id = await queue.submit(dls.thunk(bodies.sleeper))
             await wait_until(lambda: bodies.SEEN, description="the start of the body")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import worker_bodies as bodies
-from helpers import wait_until
+from helpers import at_best, wait_until
 from processes import Workers, workers
 from reading import read_into
 
@@ -30,11 +30,9 @@ def crew(plane: dls.Dispatch, tmp_path: Path, anyio_backend_name: str) -> Iterat
         yield crew
 
 
-async def killed(process: subprocess.Popen[str]) -> float:
-    """When it was seen dead."""
-    await wait_until(lambda: process.poll() is not None, 30, "the death of the worker")
+async def killed(process: subprocess.Popen[str]) -> None:
+    await wait_until(lambda: process.poll() is not None, 60, "the death of the worker")
     assert process.returncode == -signal.SIGKILL, process.communicate()
-    return time.monotonic()
 
 
 def running_rows(plane: dls.Dispatch) -> int:
@@ -64,17 +62,19 @@ def running_rows(plane: dls.Dispatch) -> int:
 async def test_R5_a_kill_loses_no_invocation(
     plane: dls.Dispatch, queue: dls.Queue, crew: Workers, tmp_path: Path, moment: str, anyio_backend_name: str
 ) -> None:
-    """R1, R17, R19 and R34 too: what counts is that it is noticed at once, not after a lease or a timeout."""
+    """R1, R17, R19 and R34 too: what counts is that it is noticed at once, not after a lease or a timeout.
+
+    How soon that is, the test of R9 measures.
+    """
     assert plane.path is not None
     if moment == "before the claim":
         plane.path.with_name(f"{plane.path.name}-now").touch()
     body = bodies.awork if anyio_backend_name == "asyncio" else bodies.work
-    first = crew.start(moment, lease=30, timeout=3600)
+    first = crew.start(moment, lease=3600, timeout=3600)
     id = await queue.submit(dls.thunk(body, str(tmp_path / "marks"), "job"))
-    dead = await killed(first)
-    crew.start(lease=30, timeout=3600)
-    assert await queue.result(id, timeout=30) == "job"
-    assert time.monotonic() - dead < 8.0  # a new interpreter and a second or two, on a busy machine
+    await killed(first)
+    crew.start(lease=3600, timeout=3600)
+    assert await queue.result(id, timeout=60) == "job"
     row = await queue.get(id)
     free = {"before the claim", "before the commit of claim", "after the commit of finish"}
     assert (row.attempt, row.lost, row.failures) == ((1, 0, 0) if moment in free else (2, 1, 0))
@@ -114,21 +114,39 @@ async def test_a_kill_loses_no_acknowledged_frame(
     assert (row.state, row.attempt, row.lost) == ("succeeded", 2, 1)
 
 
-async def test_R9_another_worker_that_waits_takes_over_at_once(queue: dls.Queue, crew: Workers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("another", ["waits", "comes"])
+async def test_R9_another_worker_takes_over_at_once(
+    queue: dls.Queue, crew: Workers, tmp_path: Path, another: str
+) -> None:
     """On one machine a dead holder is noticed within a second or two, whatever its lease."""
-    first = crew.start(lease=3600)
-    id = await queue.submit(dls.thunk(bodies.wait_for_file, str(tmp_path / "marks"), str(tmp_path / "go")))
-    await wait_until((tmp_path / "marks").exists, description="the start of the body")
-    second = crew.start(lease=3600)
-    other = await queue.submit(dls.thunk(bodies.work, str(tmp_path / "ready"), "ready"))
-    assert await queue.result(other, timeout=30) == "ready"
-    first.kill()
-    (tmp_path / "go").touch()
-    began = time.monotonic()
-    assert await queue.result(id, timeout=30) == "done"
-    assert time.monotonic() - began < 5.0
-    assert (await queue.get(id)).attempt == 2
-    assert second.poll() is None
+    crowd = [crew.start(lease=3600)]
+
+    async def ready() -> float:
+        """When a new worker began its first job: the one that runs a body has no slot left."""
+        crowd.append(crew.start(lease=3600))
+        other = await queue.submit(dls.thunk(bodies.work, str(tmp_path / "ready"), "ready"))
+        assert await queue.result(other, timeout=60) == "ready"
+        return (await queue.get(other)).started_at or 0.0
+
+    async def takes_over() -> float:
+        marks, go = (tmp_path / f"{name}{len(crowd)}" for name in ("marks", "go"))
+        id = await queue.submit(dls.thunk(bodies.wait_for_file, str(marks), str(go)))
+        await wait_until(marks.exists, 60, "the start of the body")
+        holder = crowd[-1]
+        if another == "waits":
+            await ready()
+        holder.kill()
+        go.touch()
+        since = time.time()
+        if another == "comes":  # how long an interpreter takes to start is not its merit
+            since = await ready()
+        assert await queue.result(id, timeout=60) == "done"
+        row = await queue.get(id)
+        assert row.attempt == 2
+        assert crowd[-1].poll() is None
+        return (row.started_at or 0.0) - since
+
+    await at_best(5.0, takes_over)
 
 
 async def test_a_body_that_always_kills_its_worker_fails_in_the_end(
@@ -157,12 +175,12 @@ async def test_a_body_that_stops_its_process_for_four_leases_runs_once(
     queue: dls.Queue, crew: Workers, tmp_path: Path, hog: str
 ) -> None:
     """One call in C under the interpreter's lock stops heartbeats as well; what holds is that the process lives."""
-    marks, lease = tmp_path / "marks", 0.6
+    marks, lease = tmp_path / "marks", 1.0
     for _ in range(2):
         crew.start(lease=lease)
     ready = [await queue.submit(dls.thunk(bodies.work, str(tmp_path / "ready"), "ready")) for _ in range(4)]
     for id in ready:
-        await queue.result(id, timeout=30)
+        await queue.result(id, timeout=60)
     body = bodies.keep_gil if hog == "keep_gil" else bodies.block_loop
     id = await queue.submit(dls.thunk(body, str(marks), 4.5 * lease))
     assert await queue.result(id, timeout=60) == ("kept" if hog == "keep_gil" else "blocked")

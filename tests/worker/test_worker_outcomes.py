@@ -246,7 +246,7 @@ async def test_a_module_that_is_slow_to_import_does_not_block_the_loop(
     """Two invocations want it: the second must not wait on the loop for what a thread has begun to import."""
     module = f"slow_to_import_{anyio_backend_name}"
     (tmp_path / f"{module}.py").write_text(
-        "import worker_bodies\nworker_bodies.note('importing')\nworker_bodies.gate('import').wait(30)\ndef f(): return 1\n"
+        "import worker_bodies\nworker_bodies.note('importing')\nworker_bodies.gate('import').wait(60)\ndef f(): return 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     spec = {"kind": "ref", "module": module, "qualname": "f", "src_hash": None}
@@ -260,7 +260,7 @@ async def test_a_module_that_is_slow_to_import_does_not_block_the_loop(
         ids = [await submit("one")]
         await wait_until(lambda: bodies.SEEN, description="the import to begin")
         ids.append(await submit("two"))
-        with anyio.fail_after(10):
+        with anyio.fail_after(50):
             await goes_on(queue)
         bodies.gate("import").set()
         assert [await queue.result(id, timeout=20) for id in ids] == [1, 1]

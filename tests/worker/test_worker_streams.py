@@ -170,6 +170,7 @@ async def test_R42_a_body_that_yields_faster_than_the_plane_takes_keeps_its_memo
     async with running_worker(queue):
         id = await queue.submit(dls.thunk(bodies.aendless, size))
         await wait_until(lambda: len(slow.appends) == 2, description="the second append")
+        await wait_until(lambda: len(bodies.SEEN) >= 17, description="what fits into one append")
         await wait_until(full_stop(bodies.SEEN), description="the body to wait")
         assert len(bodies.SEEN) <= 2 * 17 + 2
         tracemalloc.start()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 import worker_bodies as bodies
-from helpers import wait_until
+from helpers import at_best, wait_until
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract import Reap, Submit
@@ -83,13 +83,17 @@ async def test_R16_one_worker_keeps_the_order(queue: dls.Queue) -> None:
 
 
 async def test_R16_an_idle_worker_takes_what_a_busy_one_has_no_slot_for(queue: dls.Queue) -> None:
+    async def calls() -> float:
+        began = time.monotonic()
+        assert await queue.call(dls.thunk(bodies.double, 1)) == 2
+        return time.monotonic() - began
+
     async with running_worker(queue, concurrency=1):
         await queue.submit(dls.thunk(bodies.blocked, "long"))
         await wait_until(lambda: bodies.SEEN, description="the start of the long body")
         async with running_worker(queue, concurrency=1):
-            began = time.monotonic()
-            assert await queue.call(dls.thunk(bodies.double, 1)) == 2
-            assert time.monotonic() - began < 1.0
+            await at_best(1.0, calls)
+            assert bodies.SEEN == ["long began"]
             bodies.open_gates()
 
 
@@ -127,7 +131,9 @@ async def test_a_hundred_def_bodies_run_at_once(queue: dls.Queue) -> None:
 async def test_no_more_bodies_run_than_there_are_slots(queue: dls.Queue) -> None:
     ids = await queue.submit_many([dls.thunk(bodies.acrowd)] * 20 + [dls.thunk(bodies.crowd)] * 20)
     async with running_worker(queue, concurrency=4):
-        assert max([await queue.result(id, timeout=60) for id in ids]) == 4
+        assert max([await queue.result(id, timeout=60) for id in ids]) <= 4
+        four = await queue.submit_many([dls.thunk(bodies.meet, 4)] * 4)
+        assert [await queue.result(id, timeout=60) for id in four] == [True] * 4
 
 
 async def test_R88_sixty_four_waiters_and_a_worker_in_one_loop(queue: dls.Queue) -> None:
@@ -304,7 +310,7 @@ async def test_once_counts_a_failed_attempt(queue: dls.Queue) -> None:
 async def test_a_stop_that_is_set_already_ends_it_at_once(queue: dls.Queue) -> None:
     stop = anyio.Event()
     stop.set()
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         assert await dls.run_worker(queue, stop=stop) == 0
         assert await dls.run_worker(queue, stop=lambda: True) == 0
 
@@ -315,7 +321,7 @@ async def test_a_stop_from_a_thread(queue: dls.Queue) -> None:
     async def work() -> None:
         jobs.append(await dls.run_worker(queue, stop=stop.is_set))
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as group:
             group.start_soon(work)
             assert await queue.call(dls.thunk(bodies.double, 1)) == 2
@@ -345,12 +351,13 @@ async def test_R94_a_drain_finishes_what_runs_and_claims_nothing(queue: dls.Queu
 async def test_heartbeats_go_on_while_it_drains(queue: dls.Queue) -> None:
     stop = anyio.Event()
     async with anyio.create_task_group() as group:
-        group.start_soon(partial(dls.run_worker, queue, lease=0.5, stop=stop))
-        id = await queue.submit(dls.thunk(bodies.sleeper, "s", 3.0))
+        group.start_soon(partial(dls.run_worker, queue, lease=0.8, grace=60.0, stop=stop))
+        id = await queue.submit(dls.thunk(bodies.blocked, "s"))
         await wait_until(lambda: bodies.SEEN, description="the start of the body")
         stop.set()
         until = (await queue.get(id)).lease_until or 0.0
-        await wait_until(lambda: renewed(queue, id, until + 1.0), description="two leases more")
+        await wait_until(lambda: renewed(queue, id, until + 1.6), description="two leases more")
+        bodies.open_gates()
     assert ((await queue.get(id)).state, bodies.SEEN.count("s began")) == ("succeeded", 1)
 
 
@@ -445,9 +452,11 @@ async def test_two_workers_of_one_process_on_two_loops(queue: dls.Queue, anyio_b
 
 async def test_one_line_is_logged_for_each_invocation(queue: dls.Queue, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dreamlake.lakeshore.worker")
-    async with running_worker(queue, timeout=0.4):
+    async with running_worker(queue):
         good = await queue.submit(dls.thunk(bodies.double, 1))
         bad = await queue.submit(dls.thunk(bodies.fail, "no"))
+        await wait_until(lambda: len(caplog.records) == 2, description="two lines")
+    async with running_worker(queue, timeout=0.4):
         late = await queue.submit(dls.thunk(bodies.sleeper))
         await wait_until(lambda: len(caplog.records) == 3, description="three lines")
     words = [record.getMessage().split() for record in caplog.records]

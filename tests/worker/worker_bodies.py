@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 SEEN: list[Any] = []
+BEGAN: list[float] = []
+"""When those began whose distances count, by the clock of `time.monotonic`."""
 TENANT: contextvars.ContextVar[str] = contextvars.ContextVar("TENANT", default="nobody")
 _gates: dict[str, threading.Event] = {}
 
@@ -38,6 +40,8 @@ def open_gates() -> None:
 
 def forget() -> None:
     SEEN.clear()
+    BEGAN.clear()
+    _parties.clear()
     _gates.clear()
 
 
@@ -195,6 +199,7 @@ async def afail_after(n: int, kind: str) -> AsyncIterator[int]:
 
 def fail_times(name: str, n: int) -> int:
     """Raises the first `n` times that it runs, then gives the number of runs."""
+    BEGAN.append(time.monotonic())
     SEEN.append(name)
     if SEEN.count(name) <= n:
         raise OSError(f"failure {SEEN.count(name)}")
@@ -272,19 +277,21 @@ async def in_task_group(seconds: float) -> None:
 
 def blocked(name: str) -> str:
     """A body in a thread, until its gate opens."""
+    opened = gate(name)  # it is there to be opened once the body is seen
     SEEN.append(f"{name} began")
-    gate(name).wait(60)
+    opened.wait(60)
     SEEN.append(f"{name} ended")
     return name
 
 
 def blocked_steps(name: str, n: int) -> Iterator[int]:
     """The same after each value."""
+    opened = gate(name)
     try:
         for i in range(n):
             yield i
             SEEN.append(f"{name} after {i}")
-            gate(name).wait(60)
+            opened.wait(60)
     finally:
         SEEN.append(f"{name} cleaned up")
 
@@ -329,6 +336,14 @@ def keep_gil(path: str, seconds: float) -> str:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
     append_line(path, "ended")
     return "kept"
+
+
+async def block_loop_until(name: str) -> str:
+    """Blocks the loop of the bodies until its gate opens."""
+    opened = gate(name)
+    SEEN.append(f"{name} began")
+    opened.wait(60)
+    return "blocked"
 
 
 async def block_loop(path: str, seconds: float) -> str:
@@ -450,25 +465,20 @@ async def spaced(n: int) -> AsyncIterator[int]:
 
 # --- company --------------------------------------------------------------------------------------------------------
 
-_meeting = threading.Condition()
-_there = [0]
+_meeting = threading.Lock()
+_parties: dict[int, threading.Barrier] = {}
 _crowd = [0]
 
 
 def meet(n: int) -> bool:
     """True once `n` of these run at the same time."""
     with _meeting:
-        _there[0] += 1
-        _meeting.notify_all()
-        met = _meeting.wait_for(lambda: _there[0] >= n, 20)
-        if _there[0] == n:
-            threading.Timer(0.5, _reset).start()
-        return met
-
-
-def _reset() -> None:
-    with _meeting:
-        _there[0] = 0
+        party = _parties.setdefault(n, threading.Barrier(n))
+    try:
+        party.wait(60)
+    except threading.BrokenBarrierError:
+        return False
+    return True
 
 
 def crowd() -> int:
