@@ -28,6 +28,7 @@ from .contract import (
     Operation,
     Outcome,
     Requeue,
+    RowFilter,
     Store,
     Submit,
     news_of,
@@ -46,6 +47,9 @@ logger = logging.getLogger("dreamlake.lakeshore.planes")
 T = TypeVar("T")
 S = TypeVar("S", bound=Store)
 E = TypeVar("E")
+
+CURIOUS, LOOK = 4, 1.0
+"""How many at a time may ask, after a wait in vain, how the invocation stands; and for how many seconds."""
 
 
 @runtime_checkable
@@ -69,6 +73,7 @@ class Engine:
         self._looks: Batcher[str, Outcome] = Batcher(self._outcomes)
         self._at_once = store if isinstance(store, AtOnce) and at_home(store.home) else None
         self._orphans: set[anyio.Event] = set()
+        self._curious = 0
         self.farewells: set[str] = set()
         """Invocations to cancel when this engine closes: their callers, whose calls they are, have not said goodbye."""
 
@@ -148,6 +153,20 @@ class Engine:
 
     async def _outcomes(self, ids: Sequence[str]) -> Sequence[Outcome]:
         return await across(self.store.home, self.store.outcomes, ids)
+
+    async def standing(self, id: str) -> str:
+        """How an invocation stands, in words. That is one read for each that asks: it is left where many do, or it lasts."""
+        if self._curious < CURIOUS:
+            self._curious += 1
+            try:
+                with anyio.move_on_after(LOOK):
+                    for row in await self.read(self.store.rows, RowFilter(id=id, limit=1)):
+                        return row.standing()
+            except LakeshoreError as exc:
+                logger.debug("how invocation %s stands cannot be said: %s", id, exc)
+            finally:
+                self._curious -= 1
+        return "it goes on"
 
     async def read(self, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Call a read of the store."""
