@@ -27,7 +27,7 @@ from anyio.lowlevel import EventLoopToken
 from anyio.lowlevel import current_token as loop_token
 
 from ._portal import GONE, on_portal, portal, run_sync_soon, running_portal, settle
-from .errors import DispatchError, PlaneUnavailable
+from .errors import DispatchError, LakeshoreError, PlaneUnavailable
 
 if TYPE_CHECKING:
     import socket
@@ -323,8 +323,16 @@ def run_sync(fn: Callable[..., Awaitable[T]], *args: Any, hint: str) -> T:
     event loop is running it blocks that loop, and warns once with `hint`, the async spelling.
 
     Raises DispatchError where the wait could never end, PlaneUnavailable when the loop that should answer has ended.
-    KeyboardInterrupt cancels `fn` and does not wait for its end.
+    KeyboardInterrupt cancels `fn` and does not wait for its end. Errors whose sentence says all, those of the package and
+    TimeoutError, come without the way that they took through the loops.
     """
+    try:
+        return _run_sync(fn, args, hint)
+    except (LakeshoreError, TimeoutError) as exc:
+        raise exc.with_traceback(None)  # noqa: B904 -- it is the same one
+
+
+def _run_sync(fn: Callable[..., Awaitable[T]], args: tuple[Any, ...], hint: str) -> T:
     if on_portal():
         raise DispatchError(f"a blocking call on the thread of the loop that has to answer it: use `{hint}` instead")
     loop = _loop_of_this_thread()

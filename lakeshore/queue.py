@@ -92,12 +92,12 @@ def submission(queue: str, payload: Any, key: str | None = None, priority: float
 def _plain(payload: Any) -> bytes:
     try:
         return pack(payload)
-    except EncodeError as exc:
+    except EncodeError:
         if callable(payload):
             raise EncodeError(
                 f"a queue takes a Thunk or plain data, not a {type(payload).__name__}: "
                 "bundle a function with its arguments, q.submit(dls.thunk(f, x))"
-            ) from exc
+            ) from None
         raise
 
 

@@ -238,6 +238,9 @@ def test_the_unit_starts_what_there_is() -> None:
     groups: Any = cli.commands[group]
     groups.commands[name].make_context(name, options).close()
     assert service["Environment"] == f"LAKESHORE_HOME=/var/lib/{service['StateDirectory']}"
+    # systemd lets a service that fails at once start five times in ten seconds, and then never again.
+    assert service["Restart"] == "always"
+    assert 5 * int(service["RestartSec"]) > 10
 
 
 def test_the_proxy_waits_and_takes_as_long_and_much_as_the_server() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..worker.claims import Executor
     from ..worker.runner import Runner
 
-__all__ = ["RUNNER_OPTIONS", "Children", "executor", "make_runner"]
+__all__ = ["RUNNER_OPTIONS", "Children", "WorkerCommand", "executor", "make_runner"]
 
 
 class Children(NamedTuple):
@@ -48,15 +48,15 @@ RUNNER_OPTIONS = (
         type=click.Choice(["inline", *RUNNERS]),
         default="inline",
         show_default=True,
-        help="Where bodies run: in this process, or each in a child of its own, which that engine starts.",
+        is_eager=True,  # `--runner NAME --help` is about this one
+        help="Where bodies run: in this process, or each in a child of its own; `--runner NAME --help` is about one.",
     ),
     click.option(
         "--runner-option",
         "runner_options",
         multiple=True,
         metavar="NAME=VALUE",
-        help="An option of the runner; may be repeated.  "
-        + "  ".join(f"{name}: {runner.options}" for name, runner in RUNNERS.items()),
+        help="An option of the runner; may be repeated.  `--runner NAME --help` says which it has.",
     ),
     click.option(
         "--workdir",
@@ -85,6 +85,28 @@ RUNNER_OPTIONS = (
     click.option("--allow-script", is_flag=True, help="Run shell commands that submitters ask for in place of a body."),
     click.option("--allow-as-user", is_flag=True, help="Run bodies as the user that submitters ask for."),
 )
+
+
+COMMON = "--queue --concurrency --db --url --token-file --timeout --runner --help".split()
+"""The options that nearly everybody needs: they are to fit the first screen."""
+
+
+class WorkerCommand(click.Command):
+    """A command with the options of a worker: the common ones first, and what a runner takes only where it is named."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in sections."""
+        params = {param.opts[0]: param for param in self.get_params(ctx)}
+        children = [name for name, param in params.items() if param.name in Children._fields and name not in COMMON]
+        more = [name for name in params if name not in (*COMMON, *children)]
+        runner = str(ctx.params.get("runner"))
+        if runner in RUNNERS:
+            with formatter.section(f"What --runner-option may say to {runner}"):
+                formatter.write_text(RUNNERS[runner].options)
+        sections = {"Common options": COMMON, "More options": more, "Options of all runners but inline": children}
+        for title, names in sections.items():
+            with formatter.section(title):
+                formatter.write_dl([found for name in names if (found := params[name].get_help_record(ctx))])
 
 
 def make_runner(children: Children) -> Runner | None:

@@ -15,7 +15,7 @@ import click
 from ..ids import check_queue
 from ..settings import read_settings
 from .output import say
-from .runner import RUNNER_OPTIONS, Children, executor, make_runner
+from .runner import RUNNER_OPTIONS, Children, WorkerCommand, executor, make_runner
 from .shared import INTERRUPTED, Where, age, log_to_stderr, plane_of, plane_options, seconds, watch_signals
 
 if TYPE_CHECKING:
@@ -133,20 +133,20 @@ def worker() -> None:
     """Run the functions that are submitted to queues."""
 
 
-@worker.command()
+@worker.command(
+    cls=WorkerCommand,
+    epilog="The first signal stops the claiming and gives running bodies the grace; what still runs then goes back to its "
+    "queue (children are ended, see --on-shutdown), and so it does at once after a second signal. Modules are looked for "
+    "in the current folder first. Times are seconds, or take a unit: 45s, 10m, 2h.",
+)
 @worker_options
 def start(where: Where, queues: tuple[str, ...], options: Options, children: Children) -> int:
-    """Run invocations until SIGTERM or Ctrl-C.
-
-    The first signal stops the claiming and gives running bodies the grace; what still runs then goes back to its queue
-    (children are ended, see --on-shutdown), and so it does at once after a second signal. Modules are looked for in the
-    current folder first. Times are seconds, or take a unit: 45s, 10m, 2h.
-    """
+    """Run invocations until SIGTERM or Ctrl-C."""
     _, code = work(where, queues, options, children, once=False)
     return code
 
 
-@worker.command()
+@worker.command(cls=WorkerCommand)
 @worker_options
 def once(where: Where, queues: tuple[str, ...], options: Options, children: Children) -> int:
     """Run at most one invocation, one that is due now; exit 0 whether or not there was one."""

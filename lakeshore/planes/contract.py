@@ -154,6 +154,17 @@ class Row(NamedTuple):
     error: Failure | None
     body: bytes | None
 
+    def standing(self) -> str:
+        """How it stands, as part of a sentence, for who waits for its end in vain."""
+        if self.state == "queued" and self.attempt:
+            return f"it is back in queue {self.queue!r} after attempt {self.attempt}"
+        if self.state == "queued":
+            return f"no worker has taken it from queue {self.queue!r} yet (all are busy, or none serves it)"
+        if self.state != "running":
+            return "it has ended just now"
+        stopping = ", which is asked to cancel it" if self.cancel_requested else ""
+        return f"it runs on worker {self.worker!r} (attempt {self.attempt}){stopping}"
+
 
 class RowFilter(NamedTuple):
     """Which rows: newest first, at most `limit`.

@@ -28,6 +28,7 @@ from .contract import (
     Operation,
     Outcome,
     Requeue,
+    RowFilter,
     Store,
     Submit,
     news_of,
@@ -46,6 +47,9 @@ logger = logging.getLogger("dreamlake.lakeshore.planes")
 T = TypeVar("T")
 S = TypeVar("S", bound=Store)
 E = TypeVar("E")
+
+CURIOUS, LOOK = 4, 1.0
+"""How many at a time may ask, after a wait in vain, how the invocation stands; and for how many seconds."""
 
 
 @runtime_checkable
@@ -69,6 +73,7 @@ class Engine:
         self._looks: Batcher[str, Outcome] = Batcher(self._outcomes)
         self._at_once = store if isinstance(store, AtOnce) and at_home(store.home) else None
         self._orphans: set[anyio.Event] = set()
+        self._curious = 0
         self.farewells: set[str] = set()
         """Invocations to cancel when this engine closes: their callers, whose calls they are, have not said goodbye."""
 
@@ -149,6 +154,20 @@ class Engine:
     async def _outcomes(self, ids: Sequence[str]) -> Sequence[Outcome]:
         return await across(self.store.home, self.store.outcomes, ids)
 
+    async def standing(self, id: str) -> str:
+        """How an invocation stands, in words. That is one read for each that asks: it is left where many do, or it lasts."""
+        if self._curious < CURIOUS:
+            self._curious += 1
+            try:
+                with anyio.move_on_after(LOOK):
+                    for row in await self.read(self.store.rows, RowFilter(id=id, limit=1)):
+                        return row.standing()
+            except LakeshoreError as exc:
+                logger.debug("how invocation %s stands cannot be said: %s", id, exc)
+            finally:
+                self._curious -= 1
+        return "it goes on"
+
     async def read(self, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Call a read of the store."""
         if self.closed:
@@ -198,19 +217,33 @@ class Outage:
     """A plane that does not answer: one line is said when that lasts, one when it is over; and who waits for its end."""
 
     LASTS = 5.0
+    FIRST = 0.5
+    """Seconds after the question for a far plane that has not answered yet: its address may be wrong. Not for who has so
+    little patience that the error itself comes soon."""
     WAKES = 0.5
     """Seconds of silence whose end wakes those who pause: not so where some requests fail and others do not."""
 
-    def __init__(self, plane: str) -> None:
-        self._plane, self._since, self._told = plane, 0.0, False
+    def __init__(self, plane: str, *, far: bool = False) -> None:
+        self.far = far
+        """It is reached by an operation only, not by being opened."""
+        self._plane, self._since, self._told, self._answered = plane, 0.0, False, not far
         self._pausing: set[Callable[[], object]] = set()  # on any event loop
 
-    def goes_on(self, exc: PlaneUnavailable, patience: float) -> None:
+    def goes_on(self, exc: PlaneUnavailable, patience: float, asked: float = math.inf) -> None:
+        """It did not answer. `asked`: when it was asked for the first time, of `time.monotonic`."""
         now = time.monotonic()
         self._since = self._since or now
-        if not self._told and now - self._since >= self.LASTS:
+        lasts = now - self._since >= self.LASTS
+        if not self._answered and patience >= self.LASTS:
+            lasts = lasts or now - asked >= self.FIRST
+        if lasts and not self._told:
             self._told = True
-            logger.warning("%s does not answer; it is asked again for %g s: %s", self._plane, patience, exc)
+            logger.warning(
+                "%s does not answer; it is asked again for %g s, by a worker for as long as it takes: %s",
+                self._plane,
+                patience,
+                exc,
+            )
 
     async def pause(self, seconds: float) -> None:
         """Sleep before asking again, and no longer than until somebody else's request has been answered."""
@@ -224,11 +257,12 @@ class Outage:
             self._pausing.discard(wake)
 
     def is_over(self) -> None:
+        again, self._answered = " again" if self._answered else "", True
         if not self._since:
             return
         silent = time.monotonic() - self._since
         if self._told:
-            logger.warning("%s answers again, after %.0f s", self._plane, silent)
+            logger.warning("%s answers%s, after %.0f s", self._plane, again, silent)
         self._since, self._told = 0.0, False
         for wake in list(self._pausing) if silent >= self.WAKES else ():
             wake()
@@ -242,7 +276,7 @@ async def persist(
 ) -> T:
     """Call `fn` with the engine, again and again while the plane is out of reach: for `patience` seconds, and not after the
     plane was closed, which that would open again. In the caller's task, which may be cancelled."""
-    delay, until, first = 0.05, None, None
+    delay, until, first, asked = 0.05, None, None, time.monotonic()
     while True:
         try:
             found = await fn(first := first or await engine())
@@ -251,9 +285,10 @@ async def persist(
             until = now + patience if until is None else until
             if now >= until or (first is not None and first.hub.closed):
                 raise
-            outage.goes_on(exc, patience)
+            outage.goes_on(exc, patience, asked)
         else:
-            outage.is_over()
+            if found is not first or not outage.far:
+                outage.is_over()
             return found
         await outage.pause(delay * random.uniform(0.5, 1.5))
         delay = min(delay * 2, 5.0)

@@ -12,7 +12,7 @@ from .._loops import across, spawn
 from ..errors import InvocationNotFound, PlaneUnavailable
 from ..ids import check_id, new_id
 from .contract import TERMINAL, Beat, Beaten, Claim, Claimed, Cursor, Kind, Operation, Outcome, Page, Store, Submit
-from .engine import Engine, opened
+from .engine import Engine, Outage, opened
 from .hub import Waiter
 from .plane import PAGE_BYTES, PAGE_FRAMES, Plane
 
@@ -132,6 +132,7 @@ class HeldPlane(Plane):
 
     def __init__(self, make_store: Callable[[], HeldStore], name: str, *, ns: str = "default") -> None:
         super().__init__(make_store, name, ns=ns)
+        self._outage = Outage(name, far=True)
         self._renewals: dict[str, Beat] = {}  # by worker: what each has to keep
 
     async def _open(self) -> HeldEngine:

@@ -300,7 +300,8 @@ class Plane:
             return await self._outcome(id)
         outcome = await self._ended(id)  # not before it has looked, however short the time was
         if outcome is None:
-            raise TimeoutError(f"invocation {id!r} had not ended after {timeout} s; it goes on, wait again with its id")
+            stands = await (await self._persist(itself)).standing(id)
+            raise TimeoutError(f"invocation {id!r} had not ended after {timeout} s; {stands}, wait again with its id")
         return outcome
 
     async def call(self, op: Submit) -> Outcome:

@@ -21,7 +21,19 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from ..daemon.workdir import ERROR, FRAMES, RESULT, Folder, Orders, last_output, prune, read_error, read_file
+from ..daemon.workdir import (
+    ERROR,
+    FRAMES,
+    RESULT,
+    STDERR,
+    STDOUT,
+    Folder,
+    Orders,
+    last_output,
+    prune,
+    read_error,
+    read_file,
+)
 from ..errors import DispatchError, TransportError, WireError
 from ..ids import check_id
 from ..invoke import Done, Pace, describe, leaves, refused
@@ -177,6 +189,8 @@ class _Attempt:
             folder.leave()
             if self._rules.keep is not None:
                 prune(self._rules.workdir, self._rules.keep)
+            if self._rules.keep != 0:
+                logger.info("what %s wrote, with %s and %s, stays in %s", self._claimed.id, STDOUT, STDERR, folder.path)
         except OSError as exc:
             logger.warning("the folder %s stays: %s", folder.path, exc)
 

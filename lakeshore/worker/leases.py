@@ -7,16 +7,19 @@ Beat, every third of a lease, renews all claims at once; in between the keeper w
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import TYPE_CHECKING, Literal
 
 import anyio
 
 from .._loops import loop_token, portal, run_sync_soon
-from ..errors import LakeshoreError
+from ..errors import LakeshoreError, NotAuthorized
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from anyio.abc import TaskGroup
 
     from ..planes.plane import Plane
 
@@ -48,10 +51,18 @@ class LeaseKeeper:
         self._portal = portal()
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
+        self._refused, self._refusal = anyio.Event(), NotAuthorized("heartbeats are refused")
 
-    def start(self) -> None:
-        """Begin, on the portal's loop."""
+    def start(self, group: TaskGroup | None = None) -> None:
+        """Begin, on the portal's loop. In `group`, which is of the loop that made the keeper, NotAuthorized is raised when
+        the plane has refused heartbeats for a lease: all that was held has gone to others by then."""
         self._portal.start_task_soon(self._run)
+        if group is not None:
+            group.start_soon(self._watch_refusals)
+
+    async def _watch_refusals(self) -> None:
+        await self._refused.wait()
+        raise self._refusal
 
     def stop(self) -> None:
         """Renew no more; from any thread."""
@@ -90,7 +101,7 @@ class LeaseKeeper:
             self._scope.cancel()
 
     async def _keep(self) -> None:
-        beaten = anyio.current_time()
+        beaten, refused = anyio.current_time(), math.inf
         while True:
             if await self._park():
                 beaten = anyio.current_time()  # the claims that woke it are fresh
@@ -101,6 +112,15 @@ class LeaseKeeper:
                 if anyio.current_time() >= beaten + self._lease / 3:
                     beaten = anyio.current_time()
                     await self._beat()
+                refused = math.inf
+            except NotAuthorized as exc:
+                if refused == math.inf:
+                    refused = anyio.current_time()
+                    logger.warning("the plane refuses the heartbeats of worker %s: %s", self._worker, exc)
+                if anyio.current_time() >= refused + self._lease:
+                    self._refusal = exc
+                    run_sync_soon(self._home, self._refused.set)
+                await anyio.sleep(min(1.0, self._lease / 10))
             except LakeshoreError as exc:
                 logger.warning("the plane does not answer heartbeats of worker %s: %s", self._worker, exc)
                 await anyio.sleep(min(1.0, self._lease / 10))

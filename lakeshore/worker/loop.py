@@ -149,7 +149,7 @@ class Worker:
             with worker_runs_here():
                 async with anyio.create_task_group() as self._group:
                     self._slots = Slots(self._group, self._run)
-                    self._keeper.start()
+                    self._keeper.start(self._group)
                     try:
                         await self._work(once, stop)
                     finally:

@@ -196,7 +196,10 @@ def test_a_wait_has_a_limit_and_leaves_the_invocation_alone(db: Path, q: dls.Syn
     started = time.monotonic()
     ran = cli("inv", "result", three[2], "--db", db, "--timeout", "0.1s", "--json")
     assert time.monotonic() - started < 50
-    sentence = f"invocation '{three[2]}' had not ended after 0.1 s; it goes on, wait again with its id"
+    sentence = (
+        f"invocation '{three[2]}' had not ended after 0.1 s; no worker has taken it from queue 'q' yet (all are busy, or "
+        "none serves it), wait again with its id"
+    )
     assert (ran.code, ran.err) == (1, f"lakeshore: {sentence}\n")
     assert ran.document == {"error": {"type": "TimeoutError", "message": sentence}}
     assert q.get(three[2]).state == "queued"

@@ -169,7 +169,7 @@ class Client:
         except LakeshoreError:  # which may be an OSError too
             raise
         except OSError as exc:
-            raise PlaneUnavailable(f"no answer to {where}: {_said(exc)}") from exc
+            raise PlaneUnavailable(f"no answer to {where}: {_said(exc)}") from None  # whose causes say no more
         raise PlaneUnavailable(f"{where} was broken off: nobody waits for it any more, or the plane was closed")
 
     def cut(self, tag: object) -> None:

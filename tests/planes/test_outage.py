@@ -1,0 +1,83 @@
+"""What is said of a plane that does not answer: when, and for how long it is asked again."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import anyio
+import pytest
+from helpers import wait_until
+
+import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.planes.engine import Outage
+
+pytestmark = pytest.mark.anyio
+
+SILENT = dls.PlaneUnavailable("no connection")
+SAID = "a plane does not answer; it is asked again for 30 s, by a worker for as long as it takes: no connection"
+LONG_AGO = -1e9
+
+
+def nowhere() -> dls.HttpDispatch:
+    """A plane at whose address nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return dls.HttpDispatch(f"http://127.0.0.1:{free.getsockname()[1]}")
+
+
+async def test_a_server_that_never_answered_is_said_soon(caplog: pytest.LogCaptureFixture) -> None:
+    async with nowhere() as plane, anyio.create_task_group() as group:
+        began = time.monotonic()
+        group.start_soon(plane.counts)
+        await wait_until(lambda: caplog.messages, description="the line")
+        assert time.monotonic() - began < Outage.LASTS - 1
+        assert caplog.messages[0].startswith(
+            f"{plane!r} does not answer; it is asked again for 30 s, by a worker for as long as it takes: no answer to "
+        )
+        group.cancel_scope.cancel()
+
+
+async def test_it_is_said_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
+    outage = Outage("a plane", far=True)
+    for _ in range(2):
+        outage.goes_on(SILENT, 30.0, LONG_AGO)
+    assert caplog.messages == [SAID]
+    outage.is_over()
+    assert caplog.messages == [SAID, "a plane answers, after 0 s"]
+
+
+async def test_one_that_starts_meanwhile_is_nothing_to_talk_about(caplog: pytest.LogCaptureFixture) -> None:
+    outage = Outage("a plane", far=True)
+    outage.goes_on(SILENT, 30.0, time.monotonic())
+    outage.is_over()
+    assert caplog.messages == []
+
+
+async def test_one_that_has_answered_gets_longer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outage = Outage("a plane", far=True)
+    outage.is_over()
+    outage.goes_on(SILENT, 30.0, LONG_AGO)
+    assert caplog.messages == []
+    monkeypatch.setattr(Outage, "LASTS", 0.0)
+    outage.goes_on(SILENT, 30.0, LONG_AGO)
+    assert caplog.messages == [SAID]
+    outage.is_over()
+    assert caplog.messages[1:] == ["a plane answers again, after 0 s"]
+
+
+@pytest.mark.parametrize(("patience", "far"), [(3.0, True), (30.0, False)])
+async def test_nothing_is_said_soon_where_the_error_comes_soon_or_the_plane_is_here(
+    caplog: pytest.LogCaptureFixture, patience: float, far: bool
+) -> None:
+    Outage("a plane", far=far).goes_on(SILENT, patience, LONG_AGO)
+    assert caplog.messages == []
+
+
+async def test_what_asks_nothing_of_a_server_does_not_end_its_outage(caplog: pytest.LogCaptureFixture) -> None:
+    async with nowhere() as plane:
+        plane._outage.goes_on(SILENT, 30.0, LONG_AGO)
+        assert await plane.farewells() == set()
+        assert len(caplog.messages) == 1
+        assert plane._outage._since
