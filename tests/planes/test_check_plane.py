@@ -28,14 +28,16 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 async def test_the_model_passes_by_a_fake_clock() -> None:
     clock = FakeClock()
-    await check_plane(model_planes(clock), clock=clock, holder=holder_of_model)
+    await check_plane(model_planes(clock), clock=clock, holder=holder_of_model, patience=90)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 async def test_the_model_passes_by_the_real_clock() -> None:
-    await check_plane(model_planes(None), holder=holder_of_model, sequences=50)
+    await check_plane(model_planes(None), holder=holder_of_model, sequences=50, patience=90)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -39,14 +39,16 @@ async def holder_of_dispatch(plane: Plane) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 async def test_it_passes_by_a_fake_clock(place: Callable[[], Path | str]) -> None:
     clock = FakeClock()
-    await check_plane(lambda: Dispatch(place(), clock=clock.now), clock=clock, holder=holder_of_dispatch)
+    await check_plane(lambda: Dispatch(place(), clock=clock.now), clock=clock, holder=holder_of_dispatch, patience=90)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 async def test_it_passes_by_the_real_clock(place: Callable[[], Path | str]) -> None:
-    await check_plane(lambda: Dispatch(place()), holder=holder_of_dispatch, sequences=30)
+    await check_plane(lambda: Dispatch(place()), holder=holder_of_dispatch, sequences=30, patience=90)
 
 
 @pytest.mark.parametrize(

@@ -943,6 +943,7 @@ def test_two_threads_with_loops_of_their_own_share_one_object(path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_R95_R96_many_processes_open_one_new_file(path: Path) -> None:
     script = """
         import anyio, sys
@@ -967,7 +968,7 @@ def test_R95_R96_many_processes_open_one_new_file(path: Path) -> None:
     ]
     seen: list[str] = []
     for process in crowd:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=300)
         assert (process.returncode, err) == (0, "")
         seen += out.split()
     assert len(seen) == len(set(seen)) == 480
