@@ -34,7 +34,7 @@ WORKERS, CALLERS, TASKS = 4, 2, 8
 PAUSE = 0.3  # seconds between two kills
 MOST_KILLS = 1_000_000  # of one invocation: nothing is to fail for the storm alone
 ITEMS = 200
-PATIENCE = 60.0  # seconds that the rest may take once the storm is over
+PATIENCE = 120.0  # seconds that the rest may take once the storm is over
 
 
 # --- bodies ---------------------------------------------------------------------------------------------------------

@@ -104,7 +104,8 @@ def _find(function: FunctionType) -> Source:
     for snapshot in snapshots if noted is None else [noted, *snapshots]:
         if code in _codes(snapshot.text, code.co_flags & _FUTURES):
             return _source(snapshot, code)
-    return Source(edited=bool(snapshots))
+    # A name such as "<string>" is that of any text: one which does not hold the code is another, not a newer one.
+    return Source(edited=bool(snapshots) and not code.co_filename.startswith("<"))
 
 
 def _source(snapshot: _Snapshot, code: CodeType) -> Source:

@@ -288,9 +288,10 @@ def test_a_thread_that_does_not_end_cannot_hold_the_process(db: Path, q: dls.Syn
 
 def test_when_every_slot_is_such_a_thread_the_worker_gives_up(db: Path, q: dls.SyncQueue, tmp_path: Path) -> None:
     with worker(db, "--timeout", 0.2, "--grace", 0.2) as process:
-        id = q.submit(dls.thunk(cli_jobs.hang, str(tmp_path / "begun")))
+        # More than one: its time may be over before its thread has begun, and then it holds no slot.
+        ids = [q.submit(dls.thunk(cli_jobs.hang, str(tmp_path / "begun"))) for _ in range(9)]
         with pytest.raises(dls.InvocationTimedOut):
-            q.result(id, timeout=LIMIT)
+            q.result(ids[0], timeout=LIMIT)
         ran = process.ends()
     assert ran.code == 1
     assert re.search(r"^lakeshore: every slot of worker .* cannot be stopped: start the worker again", ran.err, re.M)

@@ -114,6 +114,18 @@ def test_R72_without_source_there_is_no_hash() -> None:
         assert loaded_source(fn) == Source()  # type: ignore[arg-type]
 
 
+def test_R72_a_name_that_any_text_has_tells_of_no_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of `python -c` from Python 3.13 on, which keeps the text of the program under it."""
+    text = "def of_this(): return 1\n"
+    monkeypatch.setattr(source, "_snapshots", {})
+    monkeypatch.setitem(linecache.cache, "<string>", (len(text), None, [text], "<string>"))
+    made: dict[str, Any] = {}
+    exec(text, made)
+    exec("def of_another(): return 2", made)
+    assert loaded_source(made["of_this"]).text == text
+    assert loaded_source(made["of_another"]) == Source()
+
+
 @pytest.mark.parametrize("line", [4, 99])
 def test_R72_code_that_claims_a_line_of_a_file_it_does_not_stand_in(folder: Any, monkeypatch: Any, line: int) -> None:
     after_start(monkeypatch, old=True)

@@ -44,7 +44,7 @@ def test_R95_twenty_four_processes_open_one_new_file_and_run_each_job_once(tmp_p
         args = [str(tmp_path / "new.db"), str(tmp_path / "lines")]
         all_of_them = [crew.run("crowd_process.py", *args, str(number), *numbers) for number in range(processes)]
         for process in all_of_them:
-            out, err = process.communicate(timeout=110)
+            out, err = process.communicate(timeout=250)
             assert (process.returncode, out, err) == (0, "", "")
     lines = Counter((tmp_path / "lines").read_text().splitlines())
     assert lines == Counter(f"{number} {n}" for number in range(processes) for n in range(jobs))
@@ -89,7 +89,7 @@ async def test_workers_cancelled_at_a_random_await_leave_no_row_running(plane: d
         assert set(states) <= {"queued", "succeeded"}
         assert sum(states.values()) == jobs
     async with running_worker(queue, concurrency=8):
-        await wait_until(lambda: drained(queue), 30, "the rest to be done")
+        await wait_until(lambda: drained(queue), 120, "the rest to be done")
     assert rows_by_state(path) == {"succeeded": jobs}
 
 
@@ -127,7 +127,7 @@ def test_workers_left_behind_by_a_loop_that_ends_leave_no_row_running(tmp_path: 
         async with dls.Dispatch(path) as plane:
             queue = dls.Queue("q", dispatch=plane)
             async with running_worker(queue, concurrency=8):
-                await wait_until(lambda: drained(queue), 30, "the rest to be done")
+                await wait_until(lambda: drained(queue), 120, "the rest to be done")
 
     asyncio.run(finish())
     assert rows_by_state(path) == {"succeeded": 20 * ROUNDS}

@@ -196,11 +196,12 @@ class WarmInterpreter:
                 socket.send_fds(control, [SIZE.pack(len(order))], [*fds, telling])
                 control.sendall(order)
         except OSError:
-            answers = False
+            sent = False
         else:
-            answers = _readable(told, PATIENCE)
+            sent = True
         finally:
-            os.close(telling)
+            os.close(telling)  # before the answer: what tells nothing is heard when nobody can tell any more
+        answers = sent and _readable(told, PATIENCE)
         said = os.read(told, NUMBER.size) if answers else b""
         if said:
             return Forked(NUMBER.unpack(said)[0], told, grace, lifeline)
