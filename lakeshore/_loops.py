@@ -329,7 +329,7 @@ def run_sync(fn: Callable[..., Awaitable[T]], *args: Any, hint: str) -> T:
     try:
         return _run_sync(fn, args, hint)
     except (LakeshoreError, TimeoutError) as exc:
-        raise exc.with_traceback(None)  # noqa: B904 -- it is the same one
+        raise exc.with_traceback(None)  # noqa: B904
 
 
 def _run_sync(fn: Callable[..., Awaitable[T]], args: tuple[Any, ...], hint: str) -> T:

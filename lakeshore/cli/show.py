@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -198,9 +198,16 @@ def _depth_is_named(what: str) -> Generator[None]:
 @inv.command("stream")
 @ID
 @click.option("--since", type=int, default=-1, metavar="SEQ", help="Go on after this one.  [default: from the first]")
+@click.option(
+    "--on-restart",
+    type=click.Choice(["raise", "continue"]),
+    default="raise",
+    show_default=True,
+    help="What to do when the body is started again and yields all anew: end with an error, or print that, too.",
+)
 @plane_options
 @json_flag
-def inv_stream(where: Where, id: str, since: int, as_json: bool) -> None:
+def inv_stream(where: Where, id: str, since: int, on_restart: Literal["raise", "continue"], as_json: bool) -> None:
     """Print what an invocation yields, live: a line each of its number and the value as Python writes it.
 
     With --json it is one array of {"seq", "value"}, written as the values come; where the stream ends with an error, the
@@ -211,7 +218,7 @@ def inv_stream(where: Where, id: str, since: int, as_json: bool) -> None:
     async def act(plane: Plane) -> None:
         from ..streams import Values
 
-        values = Values(plane, id, since, None, "raise")
+        values = Values(plane, id, since, None, on_restart)
         async for value in values:
             with _depth_is_named(f"value {values.seq} of invocation {id!r}"):
                 printer.item(values.seq, value)

@@ -48,6 +48,13 @@ def count_and_fail(n: int) -> Iterator[int]:
     raise ValueError("no more")
 
 
+def count_again(n: int) -> Iterator[int]:
+    """All of it only at the second try."""
+    yield from range(n if dls.run.attempt > 1 else n - 1)
+    if dls.run.attempt == 1:
+        raise ValueError("once more")
+
+
 def give(value: Any) -> Iterator[Any]:
     yield value
 

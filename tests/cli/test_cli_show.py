@@ -315,6 +315,19 @@ def test_a_stream_that_fails_is_a_whole_document_that_says_so(db: Path, q: dls.S
     assert (last["id"], last["state"], last["error"]["message"]) == (id, "failed", "no more")
 
 
+def test_a_stream_that_begins_again_ends_or_goes_on(db: Path, q: dls.SyncQueue) -> None:
+    id = q.submit(dls.thunk(cli_jobs.count_again, 3))
+    with worker(db, "--retries", 1):
+        wait_until_sync(lambda: q.get(id).state == "succeeded", LIMIT, "its second try")
+    ran = cli("inv", "stream", id, "--db", db)
+    assert (ran.code, ran.out) == (1, "0\t0\n1\t1\n")
+    (seq,) = re.findall(r"was restarted as attempt 2: .* read on with since=(\d+)", ran.err)
+    again = cli("inv", "stream", id, "--db", db, "--since", seq)
+    assert (again.code, [line.split("\t")[1] for line in again.out.splitlines()]) == (0, ["0", "1", "2"])
+    whole = cli("inv", "stream", id, "--db", db, "--on-restart", "continue")
+    assert (whole.code, whole.out) == (0, ran.out + again.out)
+
+
 def test_a_stream_is_read_live_and_resumed(db: Path, q: dls.SyncQueue) -> None:
     id = q.submit("by hand")
     job = q.claim()

@@ -61,7 +61,7 @@ class MissingRoute(DispatchError):
 
     def lacking(self, url: str, what: str) -> DispatchError:
         """The error where nothing else does for it."""
-        said = f"the server at {url} cannot {what}: {self}; it is of an older kind"
+        said = f"the server at {url} cannot {what}: {self}; it is of an older kind, or its URL is another"
         return DispatchError(said if self.stranger is None else f"{self.stranger}; one of an older kind cannot {what}")
 
 
