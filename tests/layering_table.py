@@ -159,14 +159,17 @@ TABLE = {
     ),
     # who executes
     "invoke": Row("settings wire planes.contract keys context calls functions.load functions.ship", "anyio"),
-    "worker.frames": Row("_loops wire planes.contract planes.plane streams invoke", "anyio"),
-    "worker.leases": Row("_loops planes.contract planes.plane", "anyio"),
+    "worker.refusals": Row(drivers="anyio"),
+    "worker.frames": Row("_loops wire planes.contract planes.plane streams invoke worker.refusals", "anyio"),
+    "worker.leases": Row("_loops planes.contract planes.plane worker.refusals", "anyio"),
     "worker.inline": Row("_loops planes.contract invoke", "anyio"),
-    "worker.claims": Row("_loops planes.protocol planes.contract planes.plane streams invoke worker.frames", "anyio"),
+    "worker.claims": Row(
+        "_loops planes.protocol planes.contract planes.plane streams invoke worker.frames worker.refusals", "anyio"
+    ),
     "worker.slots": Row(drivers="anyio"),
     "worker.loop": Row(
         "_loops settings ids planes.contract planes.plane functions.load streams queue invoke worker.frames "
-        "worker.leases worker.inline worker.claims worker.slots",
+        "worker.leases worker.inline worker.claims worker.slots worker.refusals",
         "anyio",
     ),
     "daemon.workdir": Row("settings"),

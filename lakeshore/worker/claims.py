@@ -23,6 +23,7 @@ from ..invoke import Done, Emit, Pace, describe, refused
 from ..planes.contract import CANCELLED_RUNNING, Failure, Fence, Finish, Requeue
 from ..planes.protocol import TooLarge
 from .frames import FrameWriter, final_frame
+from .refusals import Refusals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,7 +173,7 @@ class Running:
 
         done: what the body gave, None when it was stopped.
         """
-        delay, refusals = 0.1, 0
+        delay, failures, refusals = 0.1, 0, Refusals(terms.lease)
         while True:
             try:
                 return await self._deliver(done, terms)
@@ -180,10 +181,12 @@ class Running:
                 logger.warning("%s", exc)
                 return None
             except PlaneUnavailable as exc:
+                refusals.end()
                 logger.warning("the outcome of %s is kept until the plane is back: %s", self.claimed.id, exc)
             except Exception as exc:
-                refusals += 1
-                if self._may_pass(exc) and refusals < REFUSALS:
+                failures += 1
+                lasted = refusals.lasted(exc)
+                if self._may_pass(exc) and not (lasted if isinstance(exc, NotAuthorized) else failures >= REFUSALS):
                     logger.warning("the outcome of %s is kept, the plane fails with: %s", self.claimed.id, exc)
                     await anyio.sleep(delay * random.uniform(0.5, 1.5))
                     delay = min(delay * 2, 10.0)
@@ -198,9 +201,7 @@ class Running:
 
     def _may_pass(self, exc: Exception) -> bool:
         """Whether a far side may have failed for a reason that is not in what it was told."""
-        return (
-            not self._plane.local and isinstance(exc, DispatchError) and not isinstance(exc, (TooLarge, NotAuthorized))
-        )
+        return not self._plane.local and isinstance(exc, DispatchError) and not isinstance(exc, TooLarge)
 
     async def _deliver(self, done: Done | None, terms: Terms) -> str:
         if self._writer is not None:

@@ -11,11 +11,12 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from .._loops import loop_token, run_sync_soon
-from ..errors import ClaimLost, DispatchError, LakeshoreError, PlaneUnavailable
+from ..errors import ClaimLost, DispatchError, LakeshoreError, NotAuthorized, PlaneUnavailable
 from ..invoke import Pace
 from ..planes.contract import FinalFrame
 from ..streams import restart_frame
 from ..wire import Frame, FrameKind, pack
+from .refusals import Refusals
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -33,6 +34,8 @@ MAX_BYTES = 16 << 20
 MAX_VALUE = 64 << 20
 """Bytes of the largest value that goes as one VALUE frame; larger ones are cut into CHUNKs."""
 CHUNK = 4 << 20
+REFUSED = 30.0
+"""Seconds for which the plane may refuse frames to this worker before that ends their body."""
 
 
 def _number(seq: int) -> bytes:
@@ -133,7 +136,7 @@ class FrameWriter:
 
     async def _flush(self) -> None:
         """Append what waits until nothing does. `_flushing` was taken for it, and is given back whatever happens."""
-        delay = 0.1
+        delay, refusals = 0.1, Refusals(REFUSED)
         try:
             while frames := self._take():
                 self._move()  # the body goes on while these are on their way
@@ -141,13 +144,14 @@ class FrameWriter:
                     await self._plane.append(self._fence, self.flushed, frames)
                 except BaseException as exc:
                     self._put_back(frames)
-                    if not isinstance(exc, PlaneUnavailable):
+                    if not isinstance(exc, (PlaneUnavailable, NotAuthorized)) or refusals.lasted(exc):
                         raise
                     logger.warning("frames of %s wait for the plane: %s", self._claimed.id, exc)
                     await anyio.sleep(delay)
                     delay = min(delay * 2, 5.0)
                 else:
                     self.flushed += len(frames)
+                    refusals.end()
                     self._move()
         except Exception as exc:  # whatever it is, it is this invocation's, not the worker's
             if not isinstance(exc, LakeshoreError):

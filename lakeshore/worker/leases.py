@@ -15,6 +15,7 @@ import anyio
 
 from .._loops import loop_token, portal, run_sync_soon
 from ..errors import LakeshoreError, NotAuthorized
+from .refusals import Refusals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,27 +102,28 @@ class LeaseKeeper:
             self._scope.cancel()
 
     async def _keep(self) -> None:
-        beaten, refused = anyio.current_time(), math.inf
+        beaten, refusals = anyio.current_time(), Refusals(self._lease)
         while True:
             if await self._park():
                 beaten = anyio.current_time()  # the claims that woke it are fresh
+                refusals.end()  # and so is who gave them
             try:
                 wait = min(beaten + self._lease / 3 - anyio.current_time(), LOOK if self._plane.local else self._lease)
                 if wait > 0:
                     self._tell(await self._plane.next_cancels(self._worker, wait, self._cancelled), "cancel")
-                if anyio.current_time() >= beaten + self._lease / 3:
-                    beaten = anyio.current_time()
+                if (now := anyio.current_time()) >= beaten + self._lease / 3:
                     await self._beat()
-                refused = math.inf
+                    beaten = now  # one that failed is made again soon, for the lease runs on
+                refusals.end()
             except NotAuthorized as exc:
-                if refused == math.inf:
-                    refused = anyio.current_time()
+                if refusals.since == math.inf:
                     logger.warning("the plane refuses the heartbeats of worker %s: %s", self._worker, exc)
-                if anyio.current_time() >= refused + self._lease:
+                if refusals.lasted(exc):
                     self._refusal = exc
                     run_sync_soon(self._home, self._refused.set)
                 await anyio.sleep(min(1.0, self._lease / 10))
             except LakeshoreError as exc:
+                refusals.end()
                 logger.warning("the plane does not answer heartbeats of worker %s: %s", self._worker, exc)
                 await anyio.sleep(min(1.0, self._lease / 10))
             except Exception:  # whatever it is, without heartbeats every claim would go

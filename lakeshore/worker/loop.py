@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 
 from .._loops import worker_runs_here
-from ..errors import DispatchError, NotAuthorized, PlaneUnavailable
+from ..errors import DispatchError, PlaneUnavailable
 from ..functions.load import check_policy
 from ..invoke import Done, Site, describe, failed, leaves, refused
 from ..planes.contract import Claimed, Fence, Requeue
@@ -29,6 +29,7 @@ from ..settings import read_settings
 from .claims import Executor, Reason, Running, Terms
 from .inline import Inline
 from .leases import LeaseKeeper
+from .refusals import Refusals
 from .slots import Slots, in_own_context, was_cancelled_from_outside
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class Worker:
     # Claiming
 
     async def _claim(self, once: bool) -> None:
-        terms, delay, reached = self._terms, 0.5, False
+        terms, delay, reached, refusals = self._terms, 0.5, False, Refusals(self._terms.lease)
         claimer = self._plane.claimer(self._queues, self.id, lease=terms.lease, max_lost=terms.max_lost)
         try:
             while True:
@@ -198,14 +199,14 @@ class Worker:
                     limit = terms.concurrency - len(self._running)
                     found = await (claimer.look(limit) if once else claimer.next(limit, [*self._running]))
                 except DispatchError as exc:
-                    far = reached and not self._plane.local and not isinstance(exc, NotAuthorized)
+                    far = reached and not self._plane.local and not refusals.lasted(exc)
                     if once or not (far or isinstance(exc, PlaneUnavailable)):
                         raise
                     logger.warning("no claims, again in %.1f s: %s", delay, exc)
                     await anyio.sleep(delay)
                     delay = min(delay * 2, 10.0)
                     continue
-                delay, reached = 0.5, True
+                delay, reached, refusals.since = 0.5, True, math.inf
                 self._begin([claimed for claimed in found if (claimed.id, claimed.attempt) not in self._running])
                 if once:
                     return
@@ -289,8 +290,7 @@ class Worker:
                 await running.early.wait()
             return
         running.decided = True
-        if done is None and running.reason is None:
-            running.reason = "shutdown"
+        running.reason = running.reason or ("shutdown" if done is None else None)
         if done is not None and running.repeatable(done):
             try:
                 await self._say(running, done)

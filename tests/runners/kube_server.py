@@ -58,6 +58,12 @@ class Server(ThreadingHTTPServer):
         self.requests: list[str] = []
         self.wrong: list[BaseException | None] = []
         self.ending = False
+        self.silent = False
+        """Watches begin and say nothing, and last for ever, as behind a proxy that gathers what it passes on."""
+        self.garbage: bytes | None = None
+        """All that watches say before they end."""
+        self.delay = 0.0
+        """Seconds that each answer takes."""
         self._open: set[socket.socket] = set()
         self._scheme = "http"
         if tls is not None:
@@ -141,6 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = f"{self.command} {self.path}"
         self.server.requests.append(asked)
         fault = self.server.fault(asked)
+        time.sleep(self.server.delay)
         try:
             if fault is not None and not fault.after:
                 raise _Denied(fault.status, fault.reason, fault.message)
@@ -234,6 +241,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", "application/json")
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
+        while self.server.silent and not self.server.ending:
+            time.sleep(0.05)
+        if self.server.garbage is not None:
+            self.wfile.write(b"%x\r\n%b\n\r\n0\r\n\r\n" % (len(self.server.garbage) + 1, self.server.garbage))
+            return
         while (left := deadline - time.monotonic()) > 0 and not self.server.ending:
             with cluster.changed:
                 if version < cluster.compacted:

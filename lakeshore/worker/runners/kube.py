@@ -28,10 +28,10 @@ from ...errors import DispatchError
 from ...planes.contract import Failure
 from ..runner import Exit, to_the_end
 from .commands import TAIL, Guard
-from .kube_api import Away, Rejected, insist
+from .kube_api import Away, Rejected, check_client, insist
 from .kube_config import find_cluster
 from .kube_guard import Orders, sweep
-from .kube_job import CHILD, MARK, OPTIONS, Shape, User, job_name, manifest
+from .kube_job import CHILD, INVOCATION, MARK, OPTIONS, Shape, User, job_name, label, manifest
 from .kube_json import part
 from .kube_watch import PATIENCE, Session
 from .options import amount, check_known
@@ -95,6 +95,7 @@ class KubeRunner:
         if poll < 1:
             raise ValueError(f"expected a number from 1 for the runner option poll, got {options['poll']!r}")
         cluster = find_cluster(kubeconfig, context, os.environ)
+        check_client(cluster)
         shape = Shape.read(options, cluster.namespace)
         found = None if kubeconfig is None else os.path.abspath(os.path.expanduser(kubeconfig))
         return cls(cluster, shape, environ=environ, poll=poll, kubeconfig=found, context=context)
@@ -165,7 +166,16 @@ class KubeRunner:
                 found = await insist(partial(session.api.job, known.name), PATIENCE)
                 if part(found, "metadata", "labels").get(MARK) == known.mark:
                     return  # it was made, and the answer that said so was lost
-                await session.clear(launch.id)
+                cleared = await session.clear(launch.id)
+                if (
+                    found is not None
+                    and not cleared
+                    and part(found, "metadata", "labels").get(INVOCATION) != label(launch.id)
+                ):
+                    raise DispatchError(
+                        f"the cluster has a Job {known.name} already, which is not one of this invocation: "
+                        f"`kubectl delete job {known.name} -n {self.shape.namespace}` makes room, if nobody needs it"
+                    ) from exc
                 await _remove_leftovers(launch)
             else:
                 return

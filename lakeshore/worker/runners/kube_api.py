@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import anyio
 import httpx
@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
     from .kube_config import Cluster
 
-__all__ = ["Api", "Away", "Rejected", "insist"]
+__all__ = ["REFUSED_S", "Api", "Away", "Rejected", "check_client", "insist"]
 
 T = TypeVar("T")
 
 CONNECT_S, ANSWER_S = 5.0, 15.0
+SILENCE_S = 10.0
+"""Seconds that a watch may last longer than the server was told, which some that stand between let it do for ever."""
+REFUSED_S = 10.0
+"""Seconds for which a refusal of credentials may be one of a server that starts, or of a token that is being renewed."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds before a request is made again: at first, and the most they grow to."""
 MOST_SAID = 2000
@@ -94,12 +98,20 @@ class Api:
 
     async def log(self, pod: str, container: str, most: int) -> str:
         """The end of what a container wrote, at most so many bytes; "" where there is nothing to be had."""
-        query = {"container": container, "tailLines": "400"}
+        query, end = {"container": container, "tailLines": "400"}, bytearray()  # of lines that may be of any length
+
+        def take(data: bytes) -> None:
+            end.extend(data[-most:])
+            del end[:-most]
+
         try:
-            answer = await self._send("GET", self._core("pods", pod, "log"), query, None, ANSWER_S)
+            with anyio.fail_after(2 * ANSWER_S):
+                await self._read_on(self._core("pods", pod, "log"), query, ANSWER_S, take)
+        except TimeoutError as exc:
+            raise self._away(exc) from exc
         except Rejected:
             return ""
-        return answer.content[-most:].decode("utf-8", "replace").strip()
+        return end.decode("utf-8", "replace").strip()
 
     async def warnings(self, kind: str, name: str) -> list[tuple[str, str]]:
         """What the cluster warns of about an object: reason and message, the latest last; nothing where it may not be
@@ -114,9 +126,15 @@ class Api:
         return [(str(one.get("reason") or ""), str(one.get("message") or "")) for one in found]
 
     async def watch_pods(
-        self, labels: Mapping[str, str], version: str, seconds: float, take: Callable[[str, dict[str, Any]], None]
+        self,
+        labels: Mapping[str, str],
+        version: str,
+        seconds: float,
+        take: Callable[[str, dict[str, Any]], None],
+        begun: Callable[[], None],
     ) -> None:
-        """Call `take(what, object)` for what happens after `version` until the server ends it, after `seconds` or so.
+        """Call `begun()`, and `take(what, object)` for what happens after `version`, until the server ends it, after
+        `seconds` or so.
 
         Raises as other requests do, when it begins and while it lasts; 410 says that `version` is too old.
         """
@@ -127,26 +145,42 @@ class Api:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(int(seconds) + 1),
         }
-        timeout = httpx.Timeout(seconds + 10.0, connect=CONNECT_S, pool=None)
+        rest = b""
+
+        def read(data: bytes) -> None:
+            nonlocal rest
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._take(line, take)
+
+        with anyio.move_on_after(seconds + SILENCE_S):
+            await self._read_on(self._core("pods"), query, seconds + SILENCE_S, read, begun)
+
+    async def _read_on(
+        self,
+        path: str,
+        query: Mapping[str, str],
+        seconds: float,
+        take: Callable[[bytes], None],
+        begun: Callable[[], None] | None = None,
+    ) -> None:
+        """Call `take` with the bytes of an answer as they come. seconds: without any, after which it is given up."""
+        timeout = httpx.Timeout(seconds, connect=CONNECT_S, pool=None)
         faults = list[Exception]()
         try:
-            request = self._request("GET", self._core("pods"), query, None, timeout)
-            response = await self._client.send(request, stream=True)
+            response = await self._client.send(self._request("GET", path, query, None, timeout), stream=True)
             try:
                 if response.status_code != 200:
                     await response.aread()
                     raise self._error(response)
-                rest = b""
+                if begun is not None:
+                    begun()
                 async for data in response.aiter_bytes():
-                    *lines, rest = (rest + data).split(b"\n")
                     try:
-                        for line in lines:
-                            self._take(line, take)
+                        take(data)
                     except Exception as exc:
                         faults.append(exc)
-                        await (
-                            response.aclose()
-                        )  # ends the loop from inside: who leaves it leaves httpx's generators open
+                        await response.aclose()  # ends the loop from inside: who leaves it leaves generators open
             finally:
                 await response.aclose()
         except (httpx.TransportError, httpx.StreamError, httpx.DecodingError, RuntimeError, OSError) as exc:
@@ -206,7 +240,11 @@ class Api:
         timeout: httpx.Timeout,
     ) -> httpx.Request:
         headers = {"accept": "application/json"}
-        if (token := self._cluster.token()) is not None:
+        try:
+            token = self._cluster.token()
+        except DispatchError as exc:
+            raise Away(str(exc)) from exc  # who renews a file may be in the middle of it
+        if token is not None:
             headers["authorization"] = f"Bearer {token}"
         extensions = {} if self._cluster.server_name is None else {"sni_hostname": self._cluster.server_name}
         return self._client.build_request(
@@ -227,7 +265,10 @@ class Api:
             cause = cause.__cause__ or cause.__context__
         texts = [str(one) for one in (exc, *causes)]  # on trio the outer ones say nothing
         said = next((text for text in texts if text), "")
-        text = f"the API server {self._cluster.url} has not answered: {type(exc).__name__}: {said}"
+        what = f": {type(exc).__name__}: {said}"
+        if isinstance(exc, (httpx.TimeoutException, TimeoutError)):  # whose own words are those of the event loop
+            what = f" in time ({type(exc).__name__})"
+        text = f"the API server {self._cluster.url} has not answered{what}"
         if any(isinstance(one, ssl.SSLCertVerificationError) for one in causes):
             return Rejected(0, "Certificate", text)
         return Away(text)
@@ -254,7 +295,8 @@ def _said(status: int, fields: Mapping[str, Any], url: str, pause: float = 0.0) 
 
 
 async def insist(fn: Callable[[], Awaitable[T]], patience: float | None = None) -> T:
-    """Await `fn()` again and again while the API server is away; for `patience` seconds at least, None: for ever.
+    """Await `fn()` again and again while the API server is away; for `patience` seconds at least, None: for ever. While it
+    does not take the credentials (401) too, for REFUSED_S at most.
 
     Raises what it raised last. May be cancelled between two.
     """
@@ -266,8 +308,29 @@ async def insist(fn: Callable[[], Awaitable[T]], patience: float | None = None) 
             if patience is not None and anyio.current_time() - began > patience:
                 raise
             wait = max(pause, min(exc.pause, LONGEST_PAUSE))
+        except Rejected as exc:
+            most = REFUSED_S if patience is None else min(REFUSED_S, patience)
+            if exc.status != 401 or anyio.current_time() - began > most:
+                raise
+            wait = pause
         await anyio.sleep(wait)
         pause = min(pause * 2, LONGEST_PAUSE)
+
+
+def check_client(cluster: Cluster) -> None:
+    """Raises ValueError where no requests can be made to that URL, or through that proxy."""
+    proxy = "" if cluster.proxy is None else f" through a proxy of the kind {cluster.proxy.partition(':')[0]}"
+    try:
+        if urlsplit(cluster.url).port == 0 or not httpx.URL(cluster.url).host:
+            raise ValueError("expected https://HOST:PORT")
+        Api(cluster, cluster.namespace)
+    except ImportError:
+        raise ValueError(
+            f"{cluster.url} cannot be asked{proxy}: that needs socksio, `pip install 'httpx[socks]'`, or a proxy-url that "
+            "begins with http://"
+        ) from None
+    except (httpx.InvalidURL, ValueError) as exc:
+        raise ValueError(f"{cluster.url} cannot be asked{proxy}: {exc}") from None
 
 
 def selector(labels: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 import os
+import re
 import ssl
 import tempfile
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ __all__ = ["ACCOUNT", "Cluster", "find_cluster"]
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """What a pod is given of its own account: token, ca.crt, namespace."""
+_TOKEN, _NO_TOKEN = re.compile("[ -~]+"), "expected one line of printable ASCII in {}, got something else or nothing"
 _PLUGINS = {
     "exec": "a program that prints credentials",
     "auth-provider": "an auth-provider, which kubectl itself has given up",
@@ -52,14 +54,19 @@ class Cluster:
     def token(self) -> str | None:
         """The bearer token, read anew each time: those in files are replaced by others while they are valid.
 
-        Raises DispatchError when the file cannot be read.
+        Raises DispatchError when the file cannot be read, or holds none.
         """
         if self.token_file is None:
             return self.fixed_token
         try:
-            return self.token_file.read_text().strip()
+            token = self.token_file.read_text().strip()
+        except UnicodeDecodeError:
+            token = ""
         except (OSError, ValueError) as exc:
             raise DispatchError(f"the token for {self.url} cannot be read: {exc}") from exc
+        if not _TOKEN.fullmatch(token):
+            raise DispatchError(f"the token for {self.url} cannot be read: {_NO_TOKEN.format(self.token_file)}")
+        return token
 
 
 def find_cluster(
@@ -127,8 +134,15 @@ class _Kubeconfig:
             raise ValueError(
                 f"expected the URL of a server in the cluster of context {context} in {where}, got {url!r}"
             )
-        token = _text(user, "token")
         token_file = _beside(by, _text(user, "tokenFile"))
+        token = (_text(user, "token") or "").strip() or None
+        if token is not None and token_file is None and not _TOKEN.fullmatch(token):
+            raise ValueError(_NO_TOKEN.format(f"the token of the user {_text(chosen, 'user')} in {by}"))
+        if user.get("as"):
+            raise ValueError(
+                f"the user {_text(chosen, 'user')} in {by} acts as {user['as']} (`as`), which this runner does not do: give "
+                "it a kubeconfig with the token of that account (`kubectl create token`)"
+            )
         self._refuse(user, _text(chosen, "user") or "", token is not None or token_file is not None)
         return Cluster(
             url,

@@ -36,6 +36,8 @@ SETTLE = 2.0
 """Seconds without a Job after which there will be none: what the worker had sent last has arrived."""
 FORCE = 10.0
 LOOK = 0.25
+REFUSED, AGAIN = 60.0, 1.0
+"""Seconds for which it may be refused, and between two attempts."""
 
 
 class Orders(NamedTuple):
@@ -60,8 +62,10 @@ async def end_all(api: Api, worker: str, grace: int) -> None:
         now = anyio.current_time()
         if found:
             quiet = now
-        elif now - quiet >= SETTLE:
-            return
+        for pod in [] if found else (await insist(partial(api.pods, mine), PATIENCE))[0]:  # whose Job is gone
+            quiet, late = now, now - began > grace + FORCE
+            if late or not meta(pod, "deletionTimestamp"):
+                await insist(partial(api.delete_pod, meta(pod, "name"), 0 if late else grace), PATIENCE)
         for job in found:
             name = meta(job, "name")
             if not meta(job, "deletionTimestamp"):
@@ -69,6 +73,8 @@ async def end_all(api: Api, worker: str, grace: int) -> None:
             elif now - began > grace + FORCE:
                 for pod in (await insist(partial(api.pods, {JOB: name}), PATIENCE))[0]:
                     await insist(partial(api.delete_pod, meta(pod, "name"), 0), PATIENCE)
+        if now - quiet >= SETTLE:
+            return
         await anyio.sleep(LOOK)
 
 
@@ -92,7 +98,7 @@ def _held(folder: Path) -> bool:
     try:
         lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        return not folder.parent.is_dir()  # where its workdir is not seen from here, nothing is known
     except OSError:
         return True
     try:
@@ -105,12 +111,19 @@ def _held(folder: Path) -> bool:
 
 
 async def main(orders: Orders) -> None:
-    """Do what is ordered."""
-    api = Api(find_cluster(orders.kubeconfig, orders.context, os.environ), orders.namespace)
-    try:
-        await end_all(api, orders.worker, orders.grace)
-    finally:
-        await api.aclose()
+    """Do what is ordered. Who is refused, or finds no credentials, may be between two of them: that is tried for a while."""
+    until = anyio.current_time() + REFUSED
+    while True:
+        try:
+            api = Api(find_cluster(orders.kubeconfig, orders.context, os.environ), orders.namespace)
+            try:
+                return await end_all(api, orders.worker, orders.grace)
+            finally:
+                await api.aclose()
+        except (LakeshoreError, ValueError):
+            if anyio.current_time() > until:
+                raise
+        await anyio.sleep(AGAIN)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from ..._loops import loop_token, spawn
 from ...errors import DispatchError
 from ...planes.contract import Failure
 from ..runner import Exit, to_the_end
-from .kube_api import Api, Away, Rejected, insist
+from .kube_api import REFUSED_S, Api, Away, Rejected, insist
 from .kube_job import INVOCATION, JOB, WORKER, label
 from .kube_json import entries, meta, part
 from .kube_pods import Job, Look, deadline_passed
@@ -42,6 +42,8 @@ LOST_NODE = 30.0
 """Seconds past the grace of a pod that others have deleted, after which its node is taken to be lost."""
 STEADY = 5.0
 """Seconds after which a watch that broke off had been a good one."""
+LATER = 30.0
+"""Seconds after which a Job is to be deleted again, where that was refused."""
 _REMEMBERED = 1000
 
 
@@ -56,6 +58,7 @@ class Session:
         self._over = deque[str](maxlen=_REMEMBERED)  # names of which late news comes
         self._left = set[str]()  # those that could not be deleted yet
         self._refused: Rejected | None = None
+        self._refused_since = self._listed = 0.0
         self._away = self.doubtful = False
         self._version = ""
         self._group: TaskGroup | None = None
@@ -66,6 +69,7 @@ class Session:
     def add(self, name: str, id: str, mark: str) -> Job:
         """From now on what is told of a Job of that name is known."""
         job = self._jobs[name] = Job(name, id, mark, self._shape)
+        self._left.discard(name)
         with suppress(ValueError):
             self._over.remove(name)
         return job
@@ -105,11 +109,11 @@ class Session:
         asked = anyio.current_time()
         while True:
             seen = job.look()
-            if seen.state in ("runs", "ended", "gone"):
+            if seen.state in ("ended", "gone") or (seen.state == "runs" and self._refused is None):
                 return
             if seen.state == "fails":
                 raise DispatchError(seen.text)
-            if self._refused is not None:
+            if self._refused is not None and anyio.current_time() - self._refused_since >= REFUSED_S:
                 raise DispatchError(f"what becomes of its pod cannot be seen: {self._refused}")
             self._tell(job, seen.text)
             await job.change(NO_POD)
@@ -181,7 +185,7 @@ class Session:
             await insist(partial(self.api.delete_job, meta(one, "name")), PATIENCE)
         for one in found:
             await self._until_gone(meta(one, "name"), None)
-        return bool(found)
+        return await self._end_pods({INVOCATION: label(id)}) or bool(found)
 
     async def end(self, job: Job) -> None:
         """Delete a Job and wait until nothing of it is there. Where the API server stays away it is deleted later."""
@@ -206,7 +210,8 @@ class Session:
         self._jobs.pop(job.name, None)
         self._over.append(job.name)
         try:
-            await self.api.delete_job(job.name)
+            if not await self.api.delete_job(job.name):  # by others, who may have left its pod
+                await self._end_pods({JOB: job.name})
         except DispatchError as exc:
             logger.warning("the Job %s has ended, and is deleted later: %s", job.name, exc)
             self._leave(job.name)
@@ -222,6 +227,20 @@ class Session:
             else:
                 await anyio.sleep(pause)
             pause = min(pause * 1.5, 0.5)
+        if job is not None and not job.gone:
+            await self._end_pods({JOB: name})
+
+    async def _end_pods(self, labels: Mapping[str, str]) -> bool:
+        """End what Jobs that are gone have left, whose deletion need not wait for their pods; whether there was any."""
+        pause, late, found = 0.02, anyio.current_time() + self._shape.grace + FORCE, False
+        while pods := (await insist(partial(self.api.pods, labels), PATIENCE))[0]:
+            found, grace = True, 0 if anyio.current_time() > late else self._shape.grace
+            for pod in pods:
+                if grace == 0 or not meta(pod, "deletionTimestamp"):
+                    await insist(partial(self.api.delete_pod, meta(pod, "name"), grace), PATIENCE)
+            await anyio.sleep(pause)
+            pause = min(pause * 1.5, 0.5)
+        return found
 
     async def force(self, name: str) -> None:
         """Take the pods of a Job away at once."""
@@ -236,11 +255,21 @@ class Session:
             self.beside(partial(self._later, name))
 
     async def _later(self, name: str) -> None:
-        try:
-            await insist(partial(self.api.delete_job, name))
-            self._left.discard(name)
-        except DispatchError as exc:
-            logger.error("the Job %s stays: %s", name, exc)
+        told = False
+
+        async def delete() -> None:
+            if name in self._left:  # and none has been begun under that name since
+                await self.api.delete_job(name)
+
+        while name in self._left:
+            try:
+                await insist(delete)
+                self._left.discard(name)
+            except DispatchError as exc:
+                if not told:
+                    told = True
+                    logger.error("the Job %s stays until it may be deleted: %s", name, exc)
+                await anyio.sleep(LATER)
 
     # The watch
 
@@ -268,6 +297,7 @@ class Session:
                     try:
                         await self._watch()
                     except Exception:
+                        self._version = ""  # or it might be told the same again
                         logger.exception("the watch of pods failed, and begins again")
                         await anyio.sleep(1.0)
 
@@ -278,15 +308,16 @@ class Session:
             try:
                 if not self._version:
                     await self._list()
-                self._back()
-                await self.api.watch_pods(self._mine, self._version, self._poll, self._take)
+                await self.api.watch_pods(self._mine, self._version, self._poll, self._take, self._back)
                 self._version, failures = "", 0  # begun anew with a list, in case anything was not told
             except Rejected as exc:
                 self._version = ""
                 if exc.status == 410:
-                    await anyio.sleep(0.05)
+                    failures = failures + 1 if anyio.current_time() - began < STEADY else 0
+                    await anyio.sleep(min(0.05 * 2**failures, 5.0))
                     continue
                 if self._refused is None:
+                    self._refused_since = anyio.current_time()
                     logger.warning("what becomes of pods cannot be seen for now: %s", exc)
                 self._refused = exc
                 for job in self._jobs.values():
@@ -294,8 +325,10 @@ class Session:
                 await anyio.sleep(1.0)
             except Away as exc:
                 failures = failures + 1 if anyio.current_time() - began < STEADY else 1
-                if failures > 1:
+                if failures > 1 or anyio.current_time() - self._listed >= self._poll:
                     self._version = ""
+                if failures > 1:
+                    self._refused = None
                     if not self._away:
                         self._away = True
                         logger.warning("children go on, and nothing is heard of them for now: %s", exc)
@@ -307,6 +340,7 @@ class Session:
         self._away, self._refused = False, None
 
     async def _list(self) -> None:
+        self._listed = anyio.current_time()
         pods, version = await self.api.pods(self._mine)
         names = {meta(pod, "name") for pod in pods}
         for pod in pods:
@@ -321,7 +355,9 @@ class Session:
             self._see(pod, gone=what == "DELETED")
 
     def _see(self, pod: Mapping[str, Any], *, gone: bool) -> None:
-        name = str(part(pod, "metadata", "labels").get(JOB))
+        name = part(pod, "metadata", "labels").get(JOB)
+        if not isinstance(name, str):
+            return  # no pod of this worker, whatever it is
         job = self._jobs.get(name)
         if job is not None:
             job.see(pod, gone=gone)
