@@ -85,6 +85,9 @@ def test_each_index_has_a_reason_and_a_name_of_its_own() -> None:
         ("mongodb://u:se@cret@h/x", "mongodb://h/x"),
         ("redis://:secret@h:6379/0", "redis://h:6379/0"),
         ("mongodb://a,b:2/x", "mongodb://a,b:2/x"),
+        ("mongodb://u:se?cret@h/x", "mongodb://..."),
+        ("mongodb://u:se\ncret@h/x", "mongodb://h/x"),
+        ("mongodb://u:secret@h/x?appName=@me@", "mongodb://h/x"),
     ],
 )
 def test_an_address_is_shown_without_its_secrets(url: str, left: str) -> None:
