@@ -16,6 +16,7 @@ from mongo_streams import admin, subscribers
 from dreamlake.lakeshore.planes.contract import TERMINAL, Failure, News, Outcome
 from dreamlake.lakeshore.planes.mongo import births as births_module
 from dreamlake.lakeshore.planes.mongo.births import Births
+from dreamlake.lakeshore.planes.mongo.live import HEARD
 from dreamlake.lakeshore.planes.mongo.news import NAMES, SMALL, Told, pack, unpack
 from dreamlake.lakeshore.wire._msgpack import packb
 
@@ -85,6 +86,23 @@ def test_whatever_is_published_is_news_or_ignored(message: Any) -> None:
 @given(st.binary())
 def test_any_bytes_are_news_or_ignored(message: bytes) -> None:
     assert all(isinstance(told, Told) for told in unpack(message))
+
+
+@pytest.mark.parametrize("error", [b"[" * 100_000, "[" * 100_000, "1" * 5000, {"type": {}, "retry": 1}], ids=["bytes", "text", "digits", "fields"])
+def test_an_error_that_nobody_can_read_is_shown_as_it_stands(error: Any) -> None:
+    (told,) = unpack(packb({"ends": {"id": packb(["birth", "failed", None, error])}}))
+    assert told.news.outcome is not None
+    assert told.news.outcome.error is not None
+    assert told.news.outcome.error.type in ("Error", "{}")
+
+
+def test_more_than_anybody_of_ours_says_at_once_is_not_taken_apart() -> None:
+    many = {f"i{n}": packb(["birth", "succeeded", None, None]) for n in range(NAMES + 1)}
+    told = unpack(packb({"id": [*many], "queue": [*many][:-1], "ends": many}))
+    assert told.count(Told(News("id"))) == 2
+    assert sum(one.news.kind == "queue" for one in told) == NAMES
+    assert sum(one.news.outcome is not None for one in told) == NAMES
+    assert len(told) == 2 * NAMES + 2
 
 
 # Births --------------------------------------------------------------------------------------------------------------
@@ -273,6 +291,26 @@ async def test_what_is_heard_during_a_look_is_looked_up(
                     (claimed,) = await plane.claim(["q"], "w", lease=600.0)
                     await plane.finish(fence(claimed), "succeeded", result=b"second")
                 assert got == [b"second"]
+
+
+@pytest.mark.anyio
+@asyncio_only
+async def test_news_without_end_is_handed_on_meanwhile(place: Place, redis: Service) -> None:
+    async with place._replace(redis=redis.url).plane() as plane:
+        engine: Any = plane._engines.opened()
+        live = engine.store._live
+        assert await live.hear(1.0) == (True, [])
+        with admin(redis, decode_responses=False) as client, client.pipeline(transaction=False) as pipe:
+            for n in range(3 * HEARD):
+                pipe.publish(live._prefix, pack([Told(News("queue", f"q{n}"))]))
+            pipe.execute()
+        some: list[News] = []
+        while len(some) < 3 * HEARD:
+            fresh, news = await live.hear(10.0)
+            assert not fresh
+            assert 0 < len(news) <= HEARD
+            some += news
+        assert some == [News("queue", f"q{n}") for n in range(3 * HEARD)]
 
 
 @pytest.mark.anyio

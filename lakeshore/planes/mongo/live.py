@@ -45,6 +45,8 @@ TTL = 900
 """Seconds after the last frame for which a stream is kept."""
 BACKLOG = 10_000
 """Changes that wait to be sent; beyond that they are dropped, and readers find them in the database."""
+HEARD = 1000
+"""News that are handed on at once, about: they may come as fast as they are read."""
 _FAILURES = (RedisError, OSError, EOFError, TimeoutError, ValueError, TypeError, RuntimeError)
 
 
@@ -174,7 +176,10 @@ class Live:
                 self._answered()
             news: list[News] = []
             wait = timeout
-            while (message := await self._heard.get_message(ignore_subscribe_messages=True, timeout=wait)) is not None:
+            while len(news) < HEARD:
+                message = await self._heard.get_message(ignore_subscribe_messages=True, timeout=wait)
+                if message is None:
+                    break
                 news += [self._believed(told) for told in unpack(message.get("data"))]
                 wait = 0.0
             return False, news

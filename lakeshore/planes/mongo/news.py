@@ -6,6 +6,7 @@ message that comes late is about an invocation that may have been purged since, 
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...wire._msgpack import READ_ERRORS, packb, unpackb
@@ -69,15 +70,16 @@ def unpack(message: Any) -> list[Told]:
     told: list[Told] = []
     for kind in KINDS:
         names = fields.get(kind, ())
-        if names is None:
+        if names is None or (isinstance(names, list) and len(cast("list[Any]", names)) > NAMES):  # of no writer of ours
             told.append(Told(News(kind)))
         elif isinstance(names, list):
             told += [Told(News(kind, name)) for name in cast("Iterable[Any]", names) if isinstance(name, str)]
     ends: Any = fields.get(_ENDS)
     if isinstance(ends, dict):
-        told += [
-            _told(id, _unpacked(data)) for id, data in cast("Mapping[Any, Any]", ends).items() if isinstance(id, str)
-        ]
+        some = cast("Mapping[Any, Any]", ends)
+        told += [_told(id, _unpacked(data)) for id, data in islice(some.items(), NAMES) if isinstance(id, str)]
+        if len(some) > NAMES:
+            told.append(Told(News("id")))
     return told
 
 
