@@ -14,6 +14,7 @@ from mongo_streams import admin, begun, streaming, told
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract import Failure, Fence, FinalFrame, Finish, RowFilter, Submit
+from dreamlake.lakeshore.planes.hub import Waiter
 from dreamlake.lakeshore.planes.migrate import Migration
 from dreamlake.lakeshore.planes.mongo.bodies import ENVELOPE, FINAL, RESULT
 from dreamlake.lakeshore.planes.mongo.documents import NAMES, SMALL, date, seconds
@@ -240,6 +241,56 @@ async def test_frames_that_were_promised_and_never_came_hold_readers_up_no_longe
             await plane.append(fence(again), 6, [b"6", b"7"])
             await wait_until(lambda: seen == [0, 1, 5, 6, 7, 8], 20, "the rest")
             group.cancel_scope.cancel()
+
+
+@asyncio_only
+async def test_readers_are_woken_when_they_may_go_on_behind_what_never_came(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing happens then that there could be news of."""
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.frames.SETTLES", 4.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.OVERLAP", 1.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.ALL", 600.0)
+    async with place.plane() as plane, place.plane() as elsewhere:
+        stream = await begun(plane)
+        with Stored(place.mongo) as stored:
+            promise = {"$set": {"nextSeq": Int64(3)}}
+            assert stored.database["invocations"].update_one({"id": stream.claimed.id}, promise).matched_count == 1
+        await plane.release(fence(stream.claimed))
+        (again,) = await plane.claim(["q"], "w", lease=600.0)
+        await plane.append(fence(again), 3, [b"next"])
+        with anyio.fail_after(25):
+            page = await elsewhere.next_page(stream.claimed.id, -1)
+        assert page.frames == [(3, b"next")]
+
+
+@pytest.mark.parametrize("change", [{"nextSeq": "x"}, {"id": None}, {"startedAt": "x"}, {"state": ["x"]}], ids=str)
+@asyncio_only
+async def test_a_row_of_strangers_that_is_waited_for_ends_nobody_elses_wait(
+    place: Place, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = place.without_redis()
+    async with place.plane() as plane, place.plane() as other:
+        bad, good = await begun(plane), await begun(plane)
+        with Stored(place.mongo) as stored:
+            now = {"finishedAt": date(time.time())} if "id" in change else {}
+            stored.database["invocations"].update_one({"id": bad.claimed.id}, {"$set": change | now})
+        ended: list[str] = []
+
+        async def wait(id: str) -> None:
+            ended.append((await other.outcome(id)).state)
+
+        async with anyio.create_task_group() as group:
+            # As its readers do, without the looks that are their own fault.
+            engine: Any = other._engines.opened()
+            engine.hub.enter([("journal", bad.claimed.id)], Waiter())
+            group.start_soon(wait, bad.claimed.id)
+            group.start_soon(wait, good.claimed.id)
+            await anyio.sleep(1.0)
+            await plane.finish(fence(good.claimed), "succeeded")
+            await wait_until(lambda: ended == ["succeeded"], 20, "the end of the good one")
+            group.cancel_scope.cancel()
+    assert not [record for record in caplog.records if "watching the plane failed" in record.getMessage()]
 
 
 @pytest.mark.parametrize("change", [{"result": LOST}, {"error": LOST}, {"result": "text"}], ids=str)

@@ -55,7 +55,9 @@ def test_an_error_comes_back_from_a_document(error: Failure) -> None:
     assert failure_in(error_document(error) if raw is None else raw) == error
 
 
-@pytest.mark.parametrize("found", ["text", 7, [], b"\xff", {"message": 5}])
+@pytest.mark.parametrize(
+    "found", ["text", 7, [], b"\xff", {"message": 5}, "[" * 100_000], ids=lambda one: repr(one)[:9]
+)
 def test_an_error_that_somebody_else_wrote_is_shown(found: Any) -> None:
     failure = failure_in(found)
     assert failure is not None

@@ -88,7 +88,11 @@ def test_any_bytes_are_news_or_ignored(message: bytes) -> None:
     assert all(isinstance(told, Told) for told in unpack(message))
 
 
-@pytest.mark.parametrize("error", [b"[" * 100_000, "[" * 100_000, "1" * 5000, {"type": {}, "retry": 1}], ids=["bytes", "text", "digits", "fields"])
+@pytest.mark.parametrize(
+    "error",
+    [b"[" * 100_000, "[" * 100_000, "1" * 5000, {"type": {}, "retry": 1}],
+    ids=["bytes", "text", "digits", "fields"],
+)
 def test_an_error_that_nobody_can_read_is_shown_as_it_stands(error: Any) -> None:
     (told,) = unpack(packb({"ends": {"id": packb(["birth", "failed", None, error])}}))
     assert told.news.outcome is not None

@@ -12,6 +12,7 @@ import secrets
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bson import Int64
+from bson.datetime_ms import DatetimeMS
 
 from ...errors import ClaimLost, InvocationNotFound, PlaneUnavailable
 from ..contract import TERMINAL, Append, Appended, Page
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ..contract import Failure
     from .live import Live
 
-__all__ = ["append", "failure_of", "journal", "page"]
+__all__ = ["append", "failure_of", "journal", "page", "settles"]
 
 Frames: TypeAlias = list[tuple[int, bytes]]
 
@@ -199,11 +200,16 @@ async def page(db: Database, live: Live | None, id: str, since: int, limit: int,
     return Page(found.frames, whole and found.complete, state, error)
 
 
+def settles(row: Document) -> float:
+    """When readers go on behind what the claims before the last one have not written; 0 where there is no claim."""
+    began = seconds(row["startedAt"]) if isinstance(row.get("startedAt"), DatetimeMS) else None
+    return 0.0 if began is None else began + SETTLES
+
+
 def _written_from(db: Database, row: Document) -> int:
     """The number from which on every frame that was promised is there, or will be: what claims before the last one have not
     written by now, they never do."""
-    began = seconds(row["startedAt"])
-    return 0 if began is None or db.clock.now() < began + SETTLES else int(row["begins"])
+    return int(row["begins"]) if 0.0 < settles(row) <= db.clock.now() else 0
 
 
 async def journal(db: Database, row: Document, since: int, limit: int, max_bytes: int) -> tuple[Frames, bool]:
@@ -215,7 +221,7 @@ async def journal(db: Database, row: Document, since: int, limit: int, max_bytes
 
 async def failure_of(db: Database, row: Document) -> Failure | None:
     """The error in a document, wherever it stands."""
-    error = row["error"]
+    error = row.get("error")
     return failure_in(await db.bodies.whole(error) if is_ref(error) else error)
 
 
