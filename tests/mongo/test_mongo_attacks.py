@@ -178,9 +178,17 @@ LOST = {"ref": ObjectId("0" * 24), "length": 5}
         {"nextSeq": "x"},
         {"attempt": "x"},
         {"attempt": [1]},
+        {"attempt": True},
+        {"attempt": {"$gt": 0}},
+        {"attempt": None},
+        {"attempt": float("nan")},
+        {"attempt": date(1e9)},
+        {"failures": "x"},
+        {"lost": True},
+        {"nextSeq": 2.5},
         {"runConfig": {"queue": "q"}},
     ],
-    ids=["text", "number", "lost", "numbers", "attempt", "attempts", "no config"],
+    ids=lambda change: str(change)[:40],
 )
 @asyncio_only
 async def test_a_row_that_nobody_can_read_ends_and_its_queue_goes_on(place: Place, change: dict[str, Any]) -> None:
@@ -194,6 +202,58 @@ async def test_a_row_that_nobody_can_read_ends_and_its_queue_goes_on(place: Plac
         assert outcome.state == "failed"
         assert outcome.error is not None
         assert "its document, or what that refers to, cannot be read" in outcome.error.message
+
+
+@asyncio_only
+async def test_what_nobody_can_count_is_in_no_other_claimers_way(place: Place) -> None:
+    """Many of them at once: each bad row ends, each good one is claimed once, and acked along with others."""
+    async with place.plane() as plane, place.plane() as other:
+        ids = [await plane.submit("q", b"") for _ in range(40)]
+        with Stored(place.mongo) as stored:
+            for n, id in enumerate(ids[::2]):
+                change = [{"attempt": "x"}, {"attempt": {"$gt": 0}}, {"lost": "x"}, {"attempt": True}][n % 4]
+                stored.database["invocations"].update_one({"id": id}, {"$set": change})
+        taken: list[str] = []
+
+        async def work(plane: dls.MongoDispatch, worker: str) -> None:
+            while some := await plane.claim(["q"], worker, limit=3):
+                taken.extend(claimed.id for claimed in some)
+                done = await plane.many([Finish(fence(claimed, worker), "succeeded") for claimed in some])
+                assert done == [True] * len(some)
+
+        async with anyio.create_task_group() as group:
+            for n in range(8):
+                group.start_soon(work, (plane, other)[n % 2], f"w{n}")
+        assert sorted(taken) == sorted(ids[1::2])
+        assert {one.state for one in await plane.look(ids[::2])} == {"failed"}
+
+
+@asyncio_only
+async def test_a_good_row_is_not_ended_for_what_was_refused(place: Place) -> None:
+    async with place.plane() as plane:
+        engine: Any = plane._engines.opened()
+        due = {"ns": "default", "state": "queued", "due": True, "runConfig.queue": "q"}
+        assert await engine.store._claims._end_uncountable(due) is False
+        id = await plane.submit("q", b"")
+        with Stored(place.mongo) as stored:
+            for attempt in (0, 3, 3.0, Int64(5)):
+                stored.database["invocations"].update_one({"id": id}, {"$set": {"attempt": attempt}})
+                assert await engine.store._claims._end_uncountable(due) is False
+        (claimed,) = await plane.claim(["q"], "w")
+        assert claimed.attempt == 6
+
+
+@asyncio_only
+async def test_a_repeated_poll_is_given_what_strangers_have_touched(place: Place) -> None:
+    async with place.plane() as plane:
+        for _ in range(2):
+            await plane.submit("q", b"")
+        first = await plane.claim(["q"], "w", limit=2, poll_id="p")
+        with Stored(place.mongo) as stored:
+            stored.database["invocations"].update_one({"id": first[0].id}, {"$set": {"priority": "x"}})
+            stored.database["invocations"].update_one({"id": first[1].id}, {"$unset": {"lease": 1, "submittedAt": 1}})
+        again = await plane.claim(["q"], "w", limit=2, poll_id="p")
+        assert {claimed.id for claimed in again} == {claimed.id for claimed in first}
 
 
 @asyncio_only

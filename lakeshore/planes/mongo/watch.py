@@ -137,7 +137,7 @@ class _Look:
             if (last := before.get(id)) is not None and last[0] == far:
                 changed = last[1]
             self._grown[id] = far, changed
-            if now - changed < OVERLAP or looked < settles(row) <= clock:
+            if now - changed < OVERLAP or looked - SLOW < settles(row) <= clock:
                 news.append(News("journal", id))
         return news
 
