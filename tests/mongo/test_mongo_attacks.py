@@ -13,7 +13,7 @@ from mongo_kit import Stored, fence, own_mongo, own_redis
 from mongo_streams import admin, begun, streaming, told
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Failure, Fence, FinalFrame, Finish, RowFilter, Submit
+from dreamlake.lakeshore.planes.contract import Failure, Fence, FinalFrame, Finish, News, RowFilter, Submit
 from dreamlake.lakeshore.planes.hub import Waiter
 from dreamlake.lakeshore.planes.migrate import Migration
 from dreamlake.lakeshore.planes.mongo.bodies import ENVELOPE, FINAL, RESULT
@@ -304,6 +304,38 @@ async def test_frames_that_were_promised_and_never_came_hold_readers_up_no_longe
 
 
 @asyncio_only
+async def test_a_server_that_stood_still_adds_no_frames_where_readers_have_gone_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had promised their numbers; whose they were has lost its claim since."""
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.frames.SETTLES", 1.0)
+    with place.proxied() as (slow, proxy):
+        async with slow.plane() as still, place.plane() as plane:
+            stream = await begun(plane)
+            await still.look([stream.claimed.id])
+            refused: list[dls.ClaimLost] = []
+
+            async def append() -> None:
+                with pytest.raises(dls.ClaimLost) as caught:
+                    await still.append(fence(stream.claimed), 0, [b"late"])
+                refused.append(caught.value)
+
+            with Stored(place.mongo) as stored:
+                async with anyio.create_task_group() as group:
+                    proxy.keep_back("")
+                    group.start_soon(append)
+                    row = {"id": stream.claimed.id, "nextSeq": 1}
+                    await wait_until(lambda: stored.database["invocations"].count_documents(row), 20, "the promise")
+                    await plane.release(fence(stream.claimed))
+                    (again,) = await plane.claim(["q"], "w", lease=600.0)
+                    await plane.append(fence(again), 1, [b"next"])
+                    assert (await plane.next_page(stream.claimed.id, -1, timeout=20)).frames == [(1, b"next")]
+                    proxy.hand_out()
+            assert refused
+            assert (await plane.page(stream.claimed.id)).frames == [(1, b"next")]
+
+
+@asyncio_only
 async def test_readers_are_woken_when_they_may_go_on_behind_what_never_came(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +459,24 @@ async def test_a_redis_that_takes_no_writes_is_said_once(
             client.close()
             await stream.send()
             await wait_until(lambda: not live.down, 10, "it to answer again")
+
+
+@asyncio_only
+async def test_redis_is_not_blamed_for_a_database_that_does_not_answer(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an invocation that was never seen here its frames are left out, and the news goes out all the same."""
+    monkeypatch.setattr(f"{LIVE}.PATIENCE", 1.5)
+    with place.proxied() as (slow, proxy):
+        async with slow.plane() as plane, place.plane() as elsewhere:
+            hearing = live_of(elsewhere)
+            assert await hearing.hear(1.0) == (True, [])
+            proxy.stall()
+            live_of(plane).add("never-seen", 0, [b"frame"])
+            live_of(plane).tell([News("queue", "q")])
+            assert await hearing.hear(20.0) == (False, [News("queue", "q")])
+            assert not live_of(plane).down
+            proxy.mend()
 
 
 @asyncio_only

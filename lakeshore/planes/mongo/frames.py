@@ -9,6 +9,7 @@ too, nobody ever fills them: readers go on behind them once another claim has be
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bson import Int64
@@ -65,12 +66,16 @@ async def append(db: Database, ops: Sequence[Append]) -> list[Any]:
             ready = speaking(db, op.fence) | {"state": "running", "closed": None, "nextSeq": op.first_seq}
             promise = {"nextSeq": Int64(_last(op) + 1), "appendId": token} | _closing(op, op.fence.attempt)
             plain[at] = ready, {"$set": promise}
-    promised = set(plain)
+    promised, asked = set(plain), time.monotonic()
     if await update_each(db, list(plain.values())) < len(plain):
         keys = [ready["_id"] for ready, _ in plain.values()]
         mine = db.invocations.find({"_id": {"$in": keys}, "appendId": token}, {"_id": 1}) if len(plain) > 1 else None
         held = set[str]() if mine is None else {row["_id"] async for row in mine}
         promised = {at for at, (ready, _) in plain.items() if ready["_id"] in held}
+    if (
+        time.monotonic() - asked > SETTLES / 2
+    ):  # this process stood still: readers may be about to go on behind these numbers
+        promised = set()
     parts: list[Document] = []
     of: list[int] = []
     for at in sorted(promised):

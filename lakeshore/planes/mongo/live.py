@@ -132,9 +132,11 @@ class Live:
 
     async def _births_of(self, ids: set[str]) -> dict[str, str]:
         try:
-            return await self._births.of(list(ids)) if ids else {}
-        except LakeshoreError:  # these frames will be missing
-            return {}
+            with anyio.move_on_after(PATIENCE):  # or Redis would be blamed for a database that does not answer
+                return await self._births.of(list(ids)) if ids else {}
+        except LakeshoreError:
+            pass
+        return {}  # these frames will be missing
 
     def _stream(self, id: str, birth: str) -> str:
         return f"{self._prefix}:frames:{id}:{birth}"
