@@ -181,7 +181,9 @@ class Claims:
         """End a row, if it is still the one that was read; whether it was."""
         said = f"its document, or what that refers to, cannot be read: {why}"
         over = unreadable(Failure("WireError", said).as_dict(), self._db.clock.now())
-        same = {name: {"$eq": row[name]} for name in ("_id", "state", "worker", "pollId", "attempt") if name in row}
+        same: Document = {
+            name: {"$eq": row[name]} for name in ("_id", "state", "worker", "pollId", "attempt") if name in row
+        }
         ended = (await self._db.invocations.update_one(same, over)).matched_count > 0
         if ended:
             logger.warning("invocation %r failed: %s", row["_id"], said)

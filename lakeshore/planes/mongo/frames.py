@@ -75,7 +75,7 @@ async def append(db: Database, ops: Sequence[Append]) -> list[Any]:
     if (
         time.monotonic() - asked > SETTLES / 2
     ):  # this process stood still: readers may be about to go on behind these numbers
-        promised = set()
+        promised.clear()
     parts: list[Document] = []
     of: list[int] = []
     for at in sorted(promised):

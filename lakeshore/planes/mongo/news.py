@@ -14,7 +14,7 @@ from ..contract import TERMINAL, Kind, News, Outcome
 from .documents import failure_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["KINDS", "SMALL", "Told", "pack", "unpack"]
 
@@ -70,15 +70,16 @@ def unpack(message: Any) -> list[Told]:
     told: list[Told] = []
     for kind in KINDS:
         names = fields.get(kind, ())
-        if names is None or (isinstance(names, list) and len(cast("list[Any]", names)) > NAMES):  # of no writer of ours
+        some = cast("Sequence[Any]", names) if isinstance(names, list) else ()
+        if names is None or len(some) > NAMES:  # so many are of no writer of ours
             told.append(Told(News(kind)))
-        elif isinstance(names, list):
-            told += [Told(News(kind, name)) for name in cast("Iterable[Any]", names) if isinstance(name, str)]
+        else:
+            told += [Told(News(kind, name)) for name in some if isinstance(name, str)]
     ends: Any = fields.get(_ENDS)
     if isinstance(ends, dict):
-        some = cast("Mapping[Any, Any]", ends)
-        told += [_told(id, _unpacked(data)) for id, data in islice(some.items(), NAMES) if isinstance(id, str)]
-        if len(some) > NAMES:
+        ended = cast("Mapping[Any, Any]", ends)
+        told += [_told(id, _unpacked(data)) for id, data in islice(ended.items(), NAMES) if isinstance(id, str)]
+        if len(ended) > NAMES:
             told.append(Told(News("id")))
     return told
 
