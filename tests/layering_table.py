@@ -98,7 +98,7 @@ TABLE = {
     ),
     "planes.mongo.claims": Row(
         "ids planes.contract planes.mongo.bodies planes.mongo.connection planes.mongo.documents planes.mongo.updates",
-        "anyio pymongo",
+        "anyio bson pymongo",
     ),
     "planes.mongo.changes": Row(
         "planes.contract planes.states planes.mongo.bodies planes.mongo.claims planes.mongo.connection "

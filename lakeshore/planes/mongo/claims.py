@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import anyio
+from bson import Timestamp
 from pymongo import ReturnDocument
 from pymongo.errors import OperationFailure
 
@@ -160,11 +161,12 @@ class Claims:
         assert op.poll_id is not None
         db = self._db
         mine = {"ns": db.ns, "state": "running", "worker": op.worker, "pollId": _poll(op.poll_id)}
-        rows = await db.invocations.find(mine, _ROW).sort(CLAIM_SORT).to_list()
+        rows = await db.invocations.find(mine, _ROW).to_list()
         if any(row.get("lease") is not None for row in rows):
             ids = [row["_id"] for row in rows]
             renew = {"$set": lease(op.lease, db.clock.now())}
             await db.invocations.update_many(mine | {"_id": {"$in": ids}, "lease": {"$ne": None}}, renew)
+        rows.sort(key=_turn)
         return await self._readable(rows)
 
     async def _readable(self, rows: list[Document]) -> list[Claimed]:
@@ -229,6 +231,15 @@ class Claims:
             if until <= now:
                 self._unsure.pop(poll, None)
         return {queue for _, queues, _ in unsure.values() for queue in queues} if given.modified_count else set()
+
+
+def _turn(row: Document) -> tuple[float, Timestamp]:
+    """CLAIM_SORT, of rows that are here."""
+    priority, at = row.get("priority"), row.get("submittedAt")
+    return (
+        -priority if isinstance(priority, int | float) else 0,
+        at if isinstance(at, Timestamp) else Timestamp(0, 0),
+    )
 
 
 def _count(row: Document, name: str) -> int:
