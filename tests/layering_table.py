@@ -90,14 +90,15 @@ TABLE = {
     "planes.mongo.bodies": Row(drivers="bson"),
     "planes.mongo.births": Row("planes.mongo.documents", "bson"),
     "planes.mongo.connection": Row(
-        "_loops planes.mongo.births planes.mongo.bodies planes.mongo.clock planes.mongo.documents", "anyio bson pymongo"
+        "_loops planes.mongo.births planes.mongo.bodies planes.mongo.clock planes.mongo.documents",
+        "anyio bson pymongo redis",
     ),
     "planes.mongo.submits": Row(
         "planes.contract planes.mongo.bodies planes.mongo.connection planes.mongo.documents", "pymongo"
     ),
     "planes.mongo.claims": Row(
         "ids planes.contract planes.mongo.bodies planes.mongo.connection planes.mongo.documents planes.mongo.updates",
-        "anyio pymongo",
+        "anyio bson pymongo",
     ),
     "planes.mongo.changes": Row(
         "planes.contract planes.states planes.mongo.bodies planes.mongo.claims planes.mongo.connection "
@@ -127,7 +128,8 @@ TABLE = {
         "planes.mongo.updates"
     ),
     "planes.mongo.watch": Row(
-        "_loops planes.contract planes.mongo.connection planes.mongo.documents planes.mongo.live planes.mongo.news",
+        "_loops planes.contract planes.mongo.connection planes.mongo.documents planes.mongo.frames planes.mongo.live "
+        "planes.mongo.news",
         "anyio",
     ),
     "planes.mongo.store": Row(

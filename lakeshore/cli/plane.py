@@ -195,13 +195,15 @@ _MONGO = ("mongodb", "mongodb+srv")
 
 
 def _spelled_out(option: str, where: str) -> str:
-    """A plane's file or address, also where it stands in the environment."""
+    """A plane's file or address; an address also where it stands in the environment."""
     if not where.startswith("env:"):
         return where
     name = where.removeprefix("env:")
     found = os.environ.get(name)
     if not found:
         raise click.UsageError(f"{option} {where} names an environment variable that is not set: set {name}")
+    if not _scheme(found):  # never taken for a file, which would have its password for a name; nor shown
+        raise click.UsageError(f"{option} {where}: expected an address mongodb://... in {name}, got something else")
     return found
 
 

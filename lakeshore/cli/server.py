@@ -173,13 +173,22 @@ def _plane(options: Options, settings: Settings) -> Plane:
             f"{other}, and --mongo a database, whose writes a majority always has: give one of the two"
         )
     need_mongo()
+    return _fleet(mongo, options, settings, ns)
+
+
+def _fleet(mongo: str, options: Options, settings: Settings, ns: str) -> Plane:
+    """A database's plane; an address that is none is named by where it stands."""
     from ..planes.mongo.store import MongoDispatch
 
+    place = "--mongo" if options.mongo else "LAKESHORE_MONGO_URL"
     try:
-        return MongoDispatch(mongo, options.redis or settings.redis, ns=ns)
+        plane = MongoDispatch(mongo, ns=ns)
+        if redis := options.redis or settings.redis:
+            place = "--redis" if options.redis else "LAKESHORE_REDIS_URL"
+            plane = MongoDispatch(mongo, redis, ns=ns)
     except ValueError as exc:
-        said = "" if options.mongo else "LAKESHORE_MONGO_URL or LAKESHORE_REDIS_URL: "
-        raise click.UsageError(f"{said}{exc}") from None
+        raise click.UsageError(f"{place}: {exc}") from None
+    return plane
 
 
 def _closed(host: str, path: Path) -> str:

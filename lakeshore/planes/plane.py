@@ -322,6 +322,8 @@ class Plane:
                     return await self._outcome(holding)
             elif (outcome := await self._ended(id)) is not None:
                 return outcome
+            else:
+                waiter.outcome = None  # what was heard before may be of an earlier invocation of this id; look again
             while True:
                 self._check_open(engine)
                 await waiter.event.wait()

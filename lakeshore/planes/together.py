@@ -55,6 +55,7 @@ async def together(
     engine.hub.enter(topics, wait)
     try:
         await wait.look(None)
+        wait.doubt()
         with anyio.move_on_after(timeout):
             while not wait.any:
                 await wait.news()
@@ -86,6 +87,11 @@ class _Wait(Waiter):
         else:
             self.hints.add(None if news.name is None else (news.kind, news.name))
         self.event.set()
+
+    def doubt(self) -> None:
+        """Take what was told until the first look for hints: it may be of earlier invocations of these ids."""
+        told, self.told = self.told, []
+        self.hints.update(("id", outcome.id) for outcome in told)
 
     @property
     def any(self) -> bool:

@@ -55,7 +55,9 @@ def test_an_error_comes_back_from_a_document(error: Failure) -> None:
     assert failure_in(error_document(error) if raw is None else raw) == error
 
 
-@pytest.mark.parametrize("found", ["text", 7, [], b"\xff", {"message": 5}])
+@pytest.mark.parametrize(
+    "found", ["text", 7, [], b"\xff", {"message": 5}, "[" * 100_000], ids=lambda one: repr(one)[:9]
+)
 def test_an_error_that_somebody_else_wrote_is_shown(found: Any) -> None:
     failure = failure_in(found)
     assert failure is not None
@@ -85,6 +87,9 @@ def test_each_index_has_a_reason_and_a_name_of_its_own() -> None:
         ("mongodb://u:se@cret@h/x", "mongodb://h/x"),
         ("redis://:secret@h:6379/0", "redis://h:6379/0"),
         ("mongodb://a,b:2/x", "mongodb://a,b:2/x"),
+        ("mongodb://u:se?cret@h/x", "mongodb://..."),
+        ("mongodb://u:se\ncret@h/x", "mongodb://h/x"),
+        ("mongodb://u:secret@h/x?appName=@me@", "mongodb://h/x"),
     ],
 )
 def test_an_address_is_shown_without_its_secrets(url: str, left: str) -> None:

@@ -303,14 +303,37 @@ async def test_an_option_for_a_file_is_not_overruled_by_the_environment(
         server.end()
 
 
-def test_an_address_in_the_environment_that_is_none_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variables", "options", "named"),
+    [
+        ({"MONGO": "mongodb://me:hunter2@/"}, [], "LAKESHORE_MONGO_URL: expected an address such as mongodb://HOST"),
+        (
+            {"MONGO": "mongodb://127.0.0.1/x", "REDIS": "redis://:hunter2@h:x/"},
+            [],
+            "LAKESHORE_REDIS_URL: expected an address such as redis://HOST",
+        ),
+        (
+            {"REDIS": "redis://:hunter2@h:x/"},
+            ["--mongo", "mongodb://127.0.0.1/x"],
+            "LAKESHORE_REDIS_URL: expected an address such as redis://HOST",
+        ),
+        (
+            {"MONGO": "mongodb://me:hunter2@127.0.0.1/x"},
+            ["--redis", "redis://h:x/"],
+            "--redis: expected an address such as redis://HOST",
+        ),
+    ],
+    ids=["database", "redis", "redis beside an option", "option beside the database"],
+)
+def test_an_address_that_is_none_is_named_by_where_it_stands(
+    tmp_path: Path, variables: dict[str, str], options: list[str], named: str
+) -> None:
     started = Processes()
     try:
-        process = started.command(
-            "server", "start", LAKESHORE_MONGO_URL="mongodb://me:hunter2@/", LAKESHORE_HOME=str(tmp_path)
-        )
+        urls = {f"LAKESHORE_{kind}_URL": url for kind, url in variables.items()}
+        process = started.command("server", "start", *options, **urls, LAKESHORE_HOME=str(tmp_path))
         assert process.ends() == 2
-        assert "LAKESHORE_MONGO_URL or LAKESHORE_REDIS_URL: expected an address such as mongodb://HOST" in process.err
+        assert f"Error: {named}" in process.err
         assert "hunter2" not in process.err
     finally:
         started.end()

@@ -143,6 +143,22 @@ def test_addresses_may_stand_in_the_environment(
     assert ran.code == 0, ran.err
 
 
+@pytest.mark.parametrize("address", ["me:secret@host/x", "mongodb:/me:secret@host/x"])
+def test_what_stands_in_the_environment_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Or its folder would be made, and named by the password."""
+    (tmp_path / "a.db").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THE_FLEET", address)
+    for there in (("--from", "a.db", "--to", "env:THE_FLEET"), ("--from", "env:THE_FLEET", "--to", "b.db")):
+        ran = cli("plane", "migrate", *there)
+        assert ran.code == 2
+        assert "env:THE_FLEET: expected an address mongodb://... in THE_FLEET, got something else" in ran.err
+        assert "secret" not in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.db"]
+
+
 def test_an_address_that_is_none_shows_no_password(tmp_path: Path) -> None:
     (tmp_path / "a.db").touch()
     ran = cli("plane", "migrate", "--from", tmp_path / "a.db", "--to", "mongodb://me:secret@/x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -15,17 +16,20 @@ from mongo_streams import admin, subscribers
 from dreamlake.lakeshore.planes.contract import TERMINAL, Failure, News, Outcome
 from dreamlake.lakeshore.planes.mongo import births as births_module
 from dreamlake.lakeshore.planes.mongo.births import Births
+from dreamlake.lakeshore.planes.mongo.live import HEARD
 from dreamlake.lakeshore.planes.mongo.news import NAMES, SMALL, Told, pack, unpack
 from dreamlake.lakeshore.wire._msgpack import packb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from pathlib import Path
 
     from mongo_kit import Place
     from mongo_services import Service
 
     import dreamlake.lakeshore as dls
+
+    Repeat = Callable[[], Awaitable[None]]
 
 asyncio_only = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 
@@ -84,6 +88,27 @@ def test_any_bytes_are_news_or_ignored(message: bytes) -> None:
     assert all(isinstance(told, Told) for told in unpack(message))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [b"[" * 100_000, "[" * 100_000, "1" * 5000, {"type": {}, "retry": 1}],
+    ids=["bytes", "text", "digits", "fields"],
+)
+def test_an_error_that_nobody_can_read_is_shown_as_it_stands(error: Any) -> None:
+    (told,) = unpack(packb({"ends": {"id": packb(["birth", "failed", None, error])}}))
+    assert told.news.outcome is not None
+    assert told.news.outcome.error is not None
+    assert told.news.outcome.error.type in ("Error", "{}")
+
+
+def test_more_than_anybody_of_ours_says_at_once_is_not_taken_apart() -> None:
+    many = {f"i{n}": packb(["birth", "succeeded", None, None]) for n in range(NAMES + 1)}
+    told = unpack(packb({"id": [*many], "queue": [*many][:-1], "ends": many}))
+    assert told.count(Told(News("id"))) == 2
+    assert sum(one.news.kind == "queue" for one in told) == NAMES
+    assert sum(one.news.outcome is not None for one in told) == NAMES
+    assert len(told) == 2 * NAMES + 2
+
+
 # Births --------------------------------------------------------------------------------------------------------------
 
 
@@ -104,6 +129,14 @@ def test_the_later_of_two_invocations_is_known_whatever_answer_comes_first() -> 
     assert births.known("a") == "9.1"
     births.remember(row("a", 10))
     assert births.known("a") == "10.1"
+
+
+def test_who_is_submitted_again_is_not_known() -> None:
+    births = Births(unread)
+    for id in ("a", "b"):
+        births.remember(row(id, 9))
+    births.forget(["a", "never seen"])
+    assert [births.known(id) for id in ("a", "b")] == [None, "9.1"]
 
 
 def test_the_oldest_births_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +177,7 @@ async def test_a_result_of_any_size_reaches_who_waits_elsewhere(place: Place, re
 
 
 def births_of(plane: dls.MongoDispatch) -> Births:
-    engine: Any = plane._engines.here()
+    engine: Any = plane._engines.opened()
     found: Births = engine.store._db.births
     return found
 
@@ -189,3 +222,116 @@ async def test_a_late_message_of_an_earlier_invocation_is_not_believed(place: Pl
             assert await wait_until(lambda: plane.purge(0.0)) == 1
     said.close()
     client.close()
+
+
+@asynccontextmanager
+async def a_message_of_before(place: Place, redis: Service, elsewhere: dls.MongoDispatch) -> AsyncIterator[Repeat]:
+    """What was said of an invocation for which `elsewhere` had waited, to be said again; it was purged since."""
+    client = admin(redis, decode_responses=False)
+    said = client.pubsub()
+    said.psubscribe("lakeshore:*")
+    messages: list[tuple[bytes, bytes]] = []
+
+    def hear() -> bool:
+        while (message := said.get_message()) is not None:
+            if message["type"] == "pmessage" and any(told.news.outcome for told in unpack(message["data"])):
+                messages.append((message["channel"], message["data"]))
+        return bool(messages)
+
+    async def repeat() -> None:
+        await wait_until(lambda: subscribers(redis) > 1, 20, "a listener besides this one")
+        for channel, message in messages:
+            assert client.publish(channel, message) >= 2
+        await anyio.sleep(0.5)  # it is heard within that, and is to change nothing
+
+    try:
+        async with place.plane() as plane:
+            await plane.submit("q", b"body", id="same")
+            (claimed,) = await plane.claim(["q"], "w", lease=600.0)
+            async with anyio.create_task_group() as group:
+                group.start_soon(elsewhere.outcome, "same")
+                await wait_until(lambda: births_of(elsewhere).known("same"), 20, "its look")
+                await plane.finish(fence(claimed), "succeeded", result=b"first")
+            await wait_until(hear, 20, "the message of it")
+            assert await wait_until(lambda: plane.purge(0.0)) == 1
+        yield repeat
+    finally:
+        said.close()
+        client.close()
+
+
+async def wait_alone(plane: dls.MongoDispatch) -> bytes | None:
+    return (await plane.outcome("same")).result
+
+
+async def wait_among_many(plane: dls.MongoDispatch) -> bytes | None:
+    (outcome,) = (await plane.together(["same"], [], timeout=60)).outcomes
+    return outcome.result
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("wait", [wait_alone, wait_among_many])
+async def test_what_is_heard_during_a_look_is_looked_up(
+    place: Place, redis: Service, wait: Callable[[dls.MongoDispatch], Awaitable[bytes | None]]
+) -> None:
+    """It may be said of an earlier invocation, which is the last that was known until that look."""
+    place = place._replace(redis=redis.url)
+    with place.proxied() as (slow, proxy):
+        async with place.plane() as plane, slow.plane() as elsewhere:
+            async with a_message_of_before(place, redis, elsewhere) as repeat:
+                await plane.submit("q", b"body", id="same")
+                got: list[bytes | None] = []
+
+                async def wait_there() -> None:
+                    got.append(await wait(elsewhere))
+
+                async with anyio.create_task_group() as group:
+                    proxy.stall()
+                    group.start_soon(wait_there)
+                    await repeat()
+                    proxy.mend()
+                    await anyio.sleep(0.5)
+                    assert got == []
+                    (claimed,) = await plane.claim(["q"], "w", lease=600.0)
+                    await plane.finish(fence(claimed), "succeeded", result=b"second")
+                assert got == [b"second"]
+
+
+@pytest.mark.anyio
+@asyncio_only
+async def test_news_without_end_is_handed_on_meanwhile(place: Place, redis: Service) -> None:
+    async with place._replace(redis=redis.url).plane() as plane:
+        engine: Any = plane._engines.opened()
+        live = engine.store._live
+        assert await live.hear(1.0) == (True, [])
+        with admin(redis, decode_responses=False) as client, client.pipeline(transaction=False) as pipe:
+            for n in range(3 * HEARD):
+                pipe.publish(live._prefix, pack([Told(News("queue", f"q{n}"))]))
+            pipe.execute()
+        some: list[News] = []
+        while len(some) < 3 * HEARD:
+            fresh, news = await live.hear(10.0)
+            assert not fresh
+            assert 0 < len(news) <= HEARD
+            some += news
+        assert some == [News("queue", f"q{n}") for n in range(3 * HEARD)]
+
+
+@pytest.mark.anyio
+@asyncio_only
+async def test_who_submits_an_id_again_believes_nothing_of_the_first(place: Place, redis: Service) -> None:
+    place = place._replace(redis=redis.url)
+    async with place.plane() as plane, place.plane() as elsewhere:
+        async with a_message_of_before(place, redis, elsewhere) as repeat:
+            got: list[bytes | None] = []
+
+            async def call() -> None:
+                got.append((await elsewhere.call(elsewhere.submission("q", b"body", id="same"))).result)
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(call)
+                (claimed,) = await plane.claim(["q"], "w", lease=600.0, timeout=20)
+                await repeat()
+                assert got == []
+                await plane.finish(fence(claimed), "succeeded", result=b"second")
+            assert got == [b"second"]

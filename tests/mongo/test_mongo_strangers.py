@@ -110,6 +110,46 @@ def test_an_address_of_a_database_that_is_none_is_refused(url: str) -> None:
         dls.MongoDispatch(url)
 
 
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("mongodb://u:hun?ter2@h/x", "it names no host"),
+        ("mongodb://u:12/hunter2@h/x", "what is special in a user or a password is to be percent-encoded"),
+        ("mongodb://u:hunter2%@h/x", "Username and password must be escaped"),
+        ("mongodb://u:hunter2@h/x\n", "there is white space in it"),
+        ("mongodb://u:hun\nter2@h/x", "there is white space in it"),
+        ("mongodb://u:hunter2@h:99999/x", "Port must be an integer between 0 and 65535"),
+        ("mongodb://h/x?maxPoolSiz=hunter2", "Unknown option"),
+        ("mongodb://h/x?socketTimeoutMS=hunter2", "sockettimeoutms must be"),
+        ("redis://:12/hunter2@h/0", "what is special in a user or a password is to be percent-encoded"),
+        ("redis://:hunter2@h/name", "a database of Redis is a number"),
+        ("redis://h/0?passwort=hunter2", "unexpected keyword argument 'passwort'"),
+        ("redis://h/0?socket_timeout=hunter2", "Invalid value for 'socket_timeout'"),
+    ],
+)
+def test_an_address_that_the_driver_would_misread_is_refused_without_what_is_secret(url: str, sentence: str) -> None:
+    mongo, redis = (url, None) if url.startswith("mongodb") else ("mongodb://h/x", url)
+    with pytest.raises(ValueError, match=r"expected an address such as (mongodb|redis)://HOST") as refused:
+        dls.MongoDispatch(mongo, redis)
+    assert sentence in str(refused.value)
+    assert not any(part in str(refused.value) for part in ("hun", "ter2", "12/"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mongodb://u:p%40%2F%3F@a:1,b:2,[::1]:3/x?replicaSet=r&retryWrites=true&w=majority&appName=@me@",
+        "mongodb+srv://u:p@cluster.example/x?retryWrites=true",
+        "redis://u:p%2F@h:6379/3",
+        "rediss://h?ssl_cert_reqs=none",
+        "unix://:p@/run/redis.sock?db=1",
+    ],
+)
+def test_an_address_as_it_is_handed_out_is_taken(url: str) -> None:
+    mongo, redis = (url, None) if url.startswith("mongodb") else ("mongodb://h/x", url)
+    assert "p@" not in repr(dls.MongoDispatch(mongo, redis))
+
+
 # Secrets -------------------------------------------------------------------------------------------------------------
 
 

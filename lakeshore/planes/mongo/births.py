@@ -9,7 +9,7 @@ from bson import Timestamp
 from .documents import Document, birth_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 __all__ = ["Births"]
 
@@ -35,6 +35,11 @@ class Births:
         if known is None and len(self._seen) >= MOST:
             del self._seen[next(iter(self._seen))]
         self._seen[id] = at, birth_of(row)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """These ids are being submitted, maybe again."""
+        for id in ids:
+            self._seen.pop(id, None)
 
     def known(self, id: str) -> str | None:
         """Which invocation `id` is, as far as has been seen."""

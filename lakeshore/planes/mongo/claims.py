@@ -10,12 +10,15 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import anyio
+from bson import Timestamp
 from pymongo import ReturnDocument
 from pymongo.errors import OperationFailure
 
+from ...errors import DispatchError
 from ...ids import check_id
 from ..contract import Claim, Claimed, Failure
 from .bodies import BytesLost
+from .connection import foreign
 from .documents import CLAIM_SORT, Document, check_names, date
 from .updates import held, lease, let_go, unreadable
 
@@ -31,6 +34,10 @@ UNSURE = 30.0
 MOST_DELAYS = 10_000
 AT_ONCE = 8
 MOST_GATES = 1000
+REFUSED = 5
+"""Refusals, one after the other, that are not for what somebody else has just taken out of the way."""
+COUNTABLE = 2.0**53
+"""The first whole number after which a float knows not all of them."""
 _ROW = {"result": 0, "error": 0, "final": 0}
 
 
@@ -107,6 +114,7 @@ class Claims:
         due["runConfig.queue"] = queues[0] if len(queues) == 1 else {"$in": queues}
         if op.lease is None:
             due["nextSeq"] = 0  # such claimers number frames from 0
+        refused = 0
         while len(rows) < op.limit:
             try:
                 row = await db.invocations.find_one_and_update(
@@ -116,8 +124,12 @@ class Claims:
                     projection=_ROW,
                     return_document=ReturnDocument.AFTER,
                 )
-            except OperationFailure:
-                if not await self._end_uncountable(due):
+            except OperationFailure as exc:
+                # Only what is refused: after any other failure a row may have been taken all the same.
+                if type(foreign(exc, db.name)) is not DispatchError:
+                    raise
+                refused = 0 if await self._end_uncountable(due) else refused + 1
+                if refused == REFUSED:
                     raise
                 continue
             if row is not None:
@@ -129,12 +141,20 @@ class Claims:
         return rows
 
     async def _end_uncountable(self, due: Document) -> bool:
-        """Whether the first due row has an attempt that is no number, to which nothing can be added: it has ended then."""
-        row = await self._db.invocations.find_one(due, {"attempt": 1, "state": 1}, sort=CLAIM_SORT)
-        if row is None or isinstance(row.get("attempt"), int | float):
+        """Whether the first due row was in the way, with an attempt to which nothing can be added, and is no more."""
+        fields = {"attempt": 1, "state": 1}
+        row = await self._db.invocations.find_one(due, fields, sort=CLAIM_SORT)
+        if row is None:
             return False
-        await self._end(row, f"expected a number as its attempt, got {row.get('attempt')!r:.100}")
-        return True
+        try:
+            _count(row, "attempt")
+        except ValueError as exc:
+            # Where it could not be ended, though nobody has changed it, the next look would find it again, and so for ever.
+            return (
+                await self._end(row, str(exc))
+                or await self._db.invocations.find_one(due, fields, sort=CLAIM_SORT) != row
+            )
+        return False
 
     async def _again(self, op: Claim) -> list[Claimed]:
         """What the poll has taken and still holds, renewed."""
@@ -142,11 +162,11 @@ class Claims:
         db = self._db
         mine = {"ns": db.ns, "state": "running", "worker": op.worker, "pollId": _poll(op.poll_id)}
         rows = await db.invocations.find(mine, _ROW).to_list()
-        if any(row["lease"] is not None for row in rows):
+        if any(row.get("lease") is not None for row in rows):
             ids = [row["_id"] for row in rows]
             renew = {"$set": lease(op.lease, db.clock.now())}
             await db.invocations.update_many(mine | {"_id": {"$in": ids}, "lease": {"$ne": None}}, renew)
-        rows.sort(key=lambda row: (-row["priority"], row["submittedAt"]))
+        rows.sort(key=_turn)
         return await self._readable(rows)
 
     async def _readable(self, rows: list[Document]) -> list[Claimed]:
@@ -159,12 +179,17 @@ class Claims:
                 await self._end(row, f"{type(exc).__name__}: {exc!s:.200}")
         return found
 
-    async def _end(self, row: Document, why: str) -> None:
+    async def _end(self, row: Document, why: str) -> bool:
+        """End a row, if it is still the one that was read; whether it was."""
         said = f"its document, or what that refers to, cannot be read: {why}"
-        logger.warning("invocation %r failed: %s", row["_id"], said)
         over = unreadable(Failure("WireError", said).as_dict(), self._db.clock.now())
-        same: Document = {name: row[name] for name in ("_id", "state", "worker", "pollId", "attempt") if name in row}
-        await self._db.invocations.update_one(same, over)
+        same: Document = {
+            name: {"$eq": row[name]} for name in ("_id", "state", "worker", "pollId", "attempt") if name in row
+        }
+        ended = (await self._db.invocations.update_one(same, over)).matched_count > 0
+        if ended:
+            logger.warning("invocation %r failed: %s", row["_id"], said)
+        return ended
 
     async def _claimed(self, row: Document) -> Claimed:
         self._db.births.remember(row)
@@ -174,10 +199,10 @@ class Claims:
             id=check_id(row["id"]),
             queue=row["runConfig"]["queue"],
             body=body or b"",
-            attempt=row["attempt"],
-            failures=row["failures"],
-            lost=row["lost"],
-            next_seq=int(row["begins"]),
+            attempt=_count(row, "attempt"),
+            failures=_count(row, "failures"),
+            lost=_count(row, "lost"),
+            next_seq=_count(row, "begins"),
             trusted=bool(row["trusted"]),
             parent=row["parentInvocationId"],
             root=row["rootInvocationId"],
@@ -206,6 +231,24 @@ class Claims:
             if until <= now:
                 self._unsure.pop(poll, None)
         return {queue for _, queues, _ in unsure.values() for queue in queues} if given.modified_count else set()
+
+
+def _turn(row: Document) -> tuple[float, Timestamp]:
+    """CLAIM_SORT, of rows that are here."""
+    priority, at = row.get("priority"), row.get("submittedAt")
+    return (
+        -priority if isinstance(priority, int | float) else 0,
+        at if isinstance(at, Timestamp) else Timestamp(0, 0),
+    )
+
+
+def _count(row: Document, name: str) -> int:
+    """A field that is added to, here or by the claim's end: what is none spoils the batch of the update that tries."""
+    value = row.get(name)
+    # Some shells write every number as a float.
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < COUNTABLE and value % 1 == 0:
+        return int(value)
+    raise ValueError(f"expected a whole number from 0 on as its {name}, got {value!r:.100}")
 
 
 def _poll(poll_id: str) -> str:

@@ -13,6 +13,7 @@ from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.errors import BSONError
 from pymongo import AsyncMongoClient, IndexModel, ReadPreference, WriteConcern
 from pymongo import errors as driver
+from pymongo.uri_parser import parse_uri
 
 from ..._loops import spawn
 from ...errors import DispatchError, LakeshoreError, NotAuthorized, PlaneUnavailable, WireError
@@ -57,33 +58,68 @@ _TRANSIENT = frozenset({6, 7, 50, 64, 89, 91, 112, 189, 262, 9001, 10107, 11600,
 # Addresses ----------------------------------------------------------------------------------------------------------
 
 
-def _check(url: object, schemes: tuple[str, ...], example: str) -> str:
+def _check(url: object, schemes: tuple[str, ...], example: str, read: Callable[[str], object]) -> str:
+    why = ""
     if isinstance(url, str) and url.partition("://")[0] in schemes:
         try:
-            hosts = urlsplit(url).netloc.rpartition("@")[2].split(",")
-        except ValueError:  # it says what of the brackets is wrong, and nothing else
-            hosts = ["["]
-        if all(re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+)(:\d{1,5})?", unquote(host)) for host in hosts):
-            return url
-        if schemes[0] == "redis" and hosts == [""]:
+            _check_whole(url, schemes)
+            read(url)
+        except (ValueError, TypeError, OSError, driver.PyMongoError) as exc:  # their texts name options, no values
+            why = f": {exc!s:.200}"
+        else:
             return url
     shown = shown_url(url) if isinstance(url, str) else type(url).__name__
-    raise ValueError(f"expected an address such as {example}, got {shown!r:.200}")
+    raise ValueError(f"expected an address such as {example}, got {shown!r:.200}{why}")
+
+
+def _check_whole(url: str, schemes: tuple[str, ...]) -> None:
+    """Raises ValueError unless all of an address is where it belongs: the first half of a password that is not encoded
+    passes for a host, and a line's end for a part of the database's name."""
+    if re.search(r"[\s\x00-\x1f]", url):
+        raise ValueError("there is white space in it")
+    try:
+        _, netloc, path, _, rest = urlsplit(url.partition("?")[0])
+    except ValueError:  # it says what of the brackets is wrong, and nothing else
+        raise ValueError("it names no host") from None
+    if "@" in path + rest:
+        raise ValueError("what is special in a user or a password is to be percent-encoded")
+    hosts = netloc.rpartition("@")[2].split(",")
+    if not all(re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+)(:\d{1,5})?", unquote(host)) for host in hosts):
+        if not (schemes[0] == "redis" and hosts == [""]):
+            raise ValueError("it names no host, or an odd port")
 
 
 def check_mongo_url(url: object) -> str:
     """The address, when it is one of MongoDB; else ValueError, which never shows a password."""
-    return _check(url, ("mongodb", "mongodb+srv"), "mongodb://HOST:27017/DATABASE")
+    return _check(url, ("mongodb", "mongodb+srv"), "mongodb://HOST:27017/DATABASE", _read_mongo_url)
+
+
+def _read_mongo_url(url: str) -> None:
+    if url.startswith("mongodb:"):  # the name of the other kind is looked up first
+        parse_uri(url, validate=True, warn=False)
 
 
 def check_redis_url(url: object) -> str:
     """The address, when it is one of Redis; else ValueError, which never shows a password."""
-    return _check(url, ("redis", "rediss", "unix"), "redis://HOST:6379/0")
+    return _check(url, ("redis", "rediss", "unix"), "redis://HOST:6379/0", _read_redis_url)
+
+
+def _read_redis_url(url: str) -> None:
+    from redis.asyncio import ConnectionPool
+
+    parts = urlsplit(url)
+    if parts.scheme != "unix" and not re.fullmatch(r"(/\d*)?", parts.path):  # the driver would take its database 0
+        raise ValueError("a database of Redis is a number")
+    pool: Any = ConnectionPool
+    pool.from_url(url).make_connection()  # which connects to nothing yet
 
 
 def shown_url(url: str) -> str:
     """An address without what is secret in it: who logs in, and the options."""
-    return re.sub(r"(?<=//).*@", "", url.partition("?")[0])
+    head, _, options = url.partition("?")
+    if "@" in options and "@" not in head:  # the question mark may be a password's
+        return f"{head.partition('://')[0]}://..." if "://" in head else "..."
+    return re.sub(r"(?<=//).*@", "", head, flags=re.DOTALL)
 
 
 # Exceptions ---------------------------------------------------------------------------------------------------------

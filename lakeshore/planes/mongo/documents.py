@@ -250,7 +250,7 @@ def failure_in(error: Any) -> Failure | None:
         return None
     try:
         return Failure.from_dict(json.loads(error) if isinstance(error, bytes | str) else error)
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return Failure("Error", str(error))
 
 

@@ -9,9 +9,11 @@ too, nobody ever fills them: readers go on behind them once another claim has be
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bson import Int64
+from bson.datetime_ms import DatetimeMS
 
 from ...errors import ClaimLost, InvocationNotFound, PlaneUnavailable
 from ..contract import TERMINAL, Append, Appended, Page
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from ..contract import Failure
     from .live import Live
 
-__all__ = ["append", "failure_of", "journal", "page"]
+__all__ = ["append", "failure_of", "journal", "page", "settles"]
 
 Frames: TypeAlias = list[tuple[int, bytes]]
 
@@ -64,12 +66,16 @@ async def append(db: Database, ops: Sequence[Append]) -> list[Any]:
             ready = speaking(db, op.fence) | {"state": "running", "closed": None, "nextSeq": op.first_seq}
             promise = {"nextSeq": Int64(_last(op) + 1), "appendId": token} | _closing(op, op.fence.attempt)
             plain[at] = ready, {"$set": promise}
-    promised = set(plain)
+    promised, asked = set(plain), time.monotonic()
     if await update_each(db, list(plain.values())) < len(plain):
         keys = [ready["_id"] for ready, _ in plain.values()]
         mine = db.invocations.find({"_id": {"$in": keys}, "appendId": token}, {"_id": 1}) if len(plain) > 1 else None
         held = set[str]() if mine is None else {row["_id"] async for row in mine}
         promised = {at for at, (ready, _) in plain.items() if ready["_id"] in held}
+    if (
+        time.monotonic() - asked > SETTLES / 2
+    ):  # this process stood still: readers may be about to go on behind these numbers
+        promised.clear()
     parts: list[Document] = []
     of: list[int] = []
     for at in sorted(promised):
@@ -199,11 +205,16 @@ async def page(db: Database, live: Live | None, id: str, since: int, limit: int,
     return Page(found.frames, whole and found.complete, state, error)
 
 
+def settles(row: Document) -> float:
+    """When readers go on behind what the claims before the last one have not written; 0 where there is no claim."""
+    began = seconds(row["startedAt"]) if isinstance(row.get("startedAt"), DatetimeMS) else None
+    return 0.0 if began is None else began + SETTLES
+
+
 def _written_from(db: Database, row: Document) -> int:
     """The number from which on every frame that was promised is there, or will be: what claims before the last one have not
     written by now, they never do."""
-    began = seconds(row["startedAt"])
-    return 0 if began is None or db.clock.now() < began + SETTLES else int(row["begins"])
+    return int(row["begins"]) if 0.0 < settles(row) <= db.clock.now() else 0
 
 
 async def journal(db: Database, row: Document, since: int, limit: int, max_bytes: int) -> tuple[Frames, bool]:
@@ -215,7 +226,7 @@ async def journal(db: Database, row: Document, since: int, limit: int, max_bytes
 
 async def failure_of(db: Database, row: Document) -> Failure | None:
     """The error in a document, wherever it stands."""
-    error = row["error"]
+    error = row.get("error")
     return failure_in(await db.bodies.whole(error) if is_ref(error) else error)
 
 

@@ -45,6 +45,8 @@ TTL = 900
 """Seconds after the last frame for which a stream is kept."""
 BACKLOG = 10_000
 """Changes that wait to be sent; beyond that they are dropped, and readers find them in the database."""
+HEARD = 1000
+"""News that are handed on at once, about: they may come as fast as they are read."""
 _FAILURES = (RedisError, OSError, EOFError, TimeoutError, ValueError, TypeError, RuntimeError)
 
 
@@ -130,9 +132,11 @@ class Live:
 
     async def _births_of(self, ids: set[str]) -> dict[str, str]:
         try:
-            return await self._births.of(list(ids)) if ids else {}
-        except LakeshoreError:  # these frames will be missing
-            return {}
+            with anyio.move_on_after(PATIENCE):  # or Redis would be blamed for a database that does not answer
+                return await self._births.of(list(ids)) if ids else {}
+        except LakeshoreError:
+            pass
+        return {}  # these frames will be missing
 
     def _stream(self, id: str, birth: str) -> str:
         return f"{self._prefix}:frames:{id}:{birth}"
@@ -174,7 +178,10 @@ class Live:
                 self._answered()
             news: list[News] = []
             wait = timeout
-            while (message := await self._heard.get_message(ignore_subscribe_messages=True, timeout=wait)) is not None:
+            while len(news) < HEARD:
+                message = await self._heard.get_message(ignore_subscribe_messages=True, timeout=wait)
+                if message is None:
+                    break
                 news += [self._believed(told) for told in unpack(message.get("data"))]
                 wait = 0.0
             return False, news

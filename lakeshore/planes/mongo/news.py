@@ -6,6 +6,7 @@ message that comes late is about an invocation that may have been purged since, 
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...wire._msgpack import READ_ERRORS, packb, unpackb
@@ -13,7 +14,7 @@ from ..contract import TERMINAL, Kind, News, Outcome
 from .documents import failure_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["KINDS", "SMALL", "Told", "pack", "unpack"]
 
@@ -69,15 +70,17 @@ def unpack(message: Any) -> list[Told]:
     told: list[Told] = []
     for kind in KINDS:
         names = fields.get(kind, ())
-        if names is None:
+        some = cast("Sequence[Any]", names) if isinstance(names, list) else ()
+        if names is None or len(some) > NAMES:  # so many are of no writer of ours
             told.append(Told(News(kind)))
-        elif isinstance(names, list):
-            told += [Told(News(kind, name)) for name in cast("Iterable[Any]", names) if isinstance(name, str)]
+        else:
+            told += [Told(News(kind, name)) for name in some if isinstance(name, str)]
     ends: Any = fields.get(_ENDS)
     if isinstance(ends, dict):
-        told += [
-            _told(id, _unpacked(data)) for id, data in cast("Mapping[Any, Any]", ends).items() if isinstance(id, str)
-        ]
+        ended = cast("Mapping[Any, Any]", ends)
+        told += [_told(id, _unpacked(data)) for id, data in islice(ended.items(), NAMES) if isinstance(id, str)]
+        if len(ended) > NAMES:
+            told.append(Told(News("id")))
     return told
 
 

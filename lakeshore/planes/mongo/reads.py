@@ -32,14 +32,14 @@ async def outcomes(db: Database, ids: Sequence[str]) -> list[Outcome]:
     wanted = {"_id": {"$in": [key_of(db.ns, id) for id in dict.fromkeys(ids)]}}
     found: dict[str, Outcome] = {}
     async for row in db.invocations.find(wanted, names(("id", "state", "result", "error", "submittedAt"))):
-        id, state = row["id"], row["state"]
-        if state in TERMINAL:
+        id, state = row["_id"].rpartition("/")[2], row.get("state")
+        if isinstance(state, str) and state in TERMINAL:
             try:
-                found[id] = Outcome(id, state, await db.bodies.whole(row["result"]), await failure_of(db, row))
+                found[id] = Outcome(id, state, await db.bodies.whole(row.get("result")), await failure_of(db, row))
             except (BytesLost, WireError) as exc:  # of this one, not of all who ask along with it
                 found[id] = Outcome(id, "failed", None, Failure("WireError", f"it ended {state}, and {exc}"))
         else:
-            db.births.remember(row)  # who hears of an end wants to know whether it is this one's
+            db.births.remember(row | {"id": id})  # who hears of an end wants to know whether it is this one's
             found[id] = Outcome(id, "pending")
     return [found.get(id) or Outcome(id, "unknown") for id in ids]
 

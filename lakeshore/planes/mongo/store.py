@@ -125,6 +125,8 @@ class MongoStore:
                 await self._db.clock.read()
             for kind, run in groupby(ops, type):
                 some: list[Any] = list(run)
+                if kind in (Submit, Restore):
+                    self._db.births.forget(op.id for op in some)
                 if kind is Submit:
                     answers += await self._bulk(some, lambda ops: submit(self._db, ops))
                 elif kind is Finish:

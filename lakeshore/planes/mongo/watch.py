@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -14,6 +14,7 @@ from ...errors import LakeshoreError
 from ..contract import News
 from .connection import unbroken
 from .documents import Document, date, key_of, seconds
+from .frames import settles
 from .news import KINDS
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class _Look:
         self._db = db
         self._ended: dict[str, float] = {}  # told, with their times
         self._since = db.clock.now()
-        self._grown: dict[str, tuple[int, float]] = {}  # by journal: how far it was, and when that changed
+        self._grown: dict[str, tuple[Any, float]] = {}  # by journal: how far it was, and when that changed
+        self._looked = self._since  # when at journals
 
     async def changes(self, wanted: dict[Kind, Sequence[str]]) -> list[News]:
         """On the loop of the driver."""
@@ -114,7 +116,7 @@ class _Look:
         since, self._since = min(self._since, now) - OVERLAP, now
         recent = {"ns": self._db.ns, "finishedAt": {"$gte": date(since)}}
         found = self._db.invocations.find(recent, {"id": 1, "finishedAt": 1}).sort("finishedAt", 1).limit(MOST)
-        rows = {row["id"]: seconds(row["finishedAt"]) or 0.0 async for row in found}
+        rows = {str(row.get("id")): seconds(row["finishedAt"]) or 0.0 async for row in found}
         known, self._ended = self._ended, rows
         if len(rows) == MOST:
             return [News("id"), News("journal")]
@@ -125,16 +127,18 @@ class _Look:
         if len(names) > MOST_JOURNALS:
             return [News("journal")]
         keys = [key_of(self._db.ns, id) for id in names]
-        found = self._db.invocations.find({"_id": {"$in": keys}}, {"id": 1, "nextSeq": 1})
+        found = self._db.invocations.find({"_id": {"$in": keys}}, {"id": 1, "nextSeq": 1, "startedAt": 1})
         now, before, self._grown = time.monotonic(), self._grown, {}
+        clock = self._db.clock.now()
+        looked, self._looked = self._looked, clock
         news: list[News] = []
         async for row in found:
-            far, changed = int(row["nextSeq"]), now
-            if (last := before.get(row["id"])) is not None and last[0] == far:
+            id, far, changed = str(row.get("id")), row.get("nextSeq"), now
+            if (last := before.get(id)) is not None and last[0] == far:
                 changed = last[1]
-            self._grown[row["id"]] = far, changed
-            if now - changed < OVERLAP:
-                news.append(News("journal", row["id"]))
+            self._grown[id] = far, changed
+            if now - changed < OVERLAP or looked - SLOW < settles(row) <= clock:
+                news.append(News("journal", id))
         return news
 
     async def _cancels(self, names: Sequence[str]) -> list[News]:
