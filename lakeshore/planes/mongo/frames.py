@@ -72,9 +72,7 @@ async def append(db: Database, ops: Sequence[Append]) -> list[Any]:
         mine = db.invocations.find({"_id": {"$in": keys}, "appendId": token}, {"_id": 1}) if len(plain) > 1 else None
         held = set[str]() if mine is None else {row["_id"] async for row in mine}
         promised = {at for at, (ready, _) in plain.items() if ready["_id"] in held}
-    if (
-        time.monotonic() - asked > SETTLES / 2
-    ):  # this process stood still: readers may be about to go on behind these numbers
+    if time.monotonic() - asked > SETTLES / 2:  # readers may be about to go on behind these numbers: ask again
         promised.clear()
     parts: list[Document] = []
     of: list[int] = []
