@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -74,3 +75,9 @@ def _no_thread_left() -> Iterator[None]:
         return [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
 
     wait_until_sync(lambda: not left(), _PATIENCE, f"the end of the threads that the test left: {left()}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failure when it happens: a run that is ended from outside tells none of them."""
+    if report.failed and hasattr(report, "node"):  # of a worker, and this is who gathers
+        print(f"\nFAILED {report.nodeid} ({report.when}, {report.node.gateway.id})", file=sys.__stderr__, flush=True)
