@@ -182,48 +182,6 @@ def births_of(plane: dls.MongoDispatch) -> Births:
     return found
 
 
-@pytest.mark.anyio
-@asyncio_only
-async def test_a_late_message_of_an_earlier_invocation_is_not_believed(place: Place, redis: Service) -> None:
-    """The id was used again after a purge; what is said of the first is no outcome of the second."""
-    place = place._replace(redis=redis.url)
-    client = admin(redis, decode_responses=False)
-    said = client.pubsub()
-    said.psubscribe("lakeshore:*")
-    messages: list[tuple[bytes, bytes]] = []
-
-    def hear() -> bool:
-        while (message := said.get_message()) is not None:
-            if message["type"] == "pmessage" and any(told.news.outcome for told in unpack(message["data"])):
-                messages.append((message["channel"], message["data"]))
-        return bool(messages)
-
-    async with place.plane() as plane, place.plane() as elsewhere:
-        got: list[bytes | None] = []
-
-        async def wait() -> None:
-            got.append((await elsewhere.outcome("same")).result)
-
-        for result in (b"first", b"second"):
-            await plane.submit("q", b"body", id="same")
-            (claimed,) = await plane.claim(["q"], "w", lease=600.0)
-            before = births_of(elsewhere).known("same")
-            async with anyio.create_task_group() as group:
-                group.start_soon(wait)
-                await wait_until(lambda before=before: births_of(elsewhere).known("same") != before, 20, "its look")
-                await wait_until(lambda: subscribers(redis) > 1, 20, "a listener besides this one")
-                for channel, message in messages:
-                    assert client.publish(channel, message) == 2
-                    await anyio.sleep(0.3)
-                assert got == ([b"first"] if messages else [])
-                await plane.finish(fence(claimed), "succeeded", result=result)
-            assert got[-1] == result
-            await wait_until(hear, 20, "the message of it")
-            assert await wait_until(lambda: plane.purge(0.0)) == 1
-    said.close()
-    client.close()
-
-
 @asynccontextmanager
 async def a_message_of_before(place: Place, redis: Service, elsewhere: dls.MongoDispatch) -> AsyncIterator[Repeat]:
     """What was said of an invocation for which `elsewhere` had waited, to be said again; it was purged since."""
@@ -258,6 +216,30 @@ async def a_message_of_before(place: Place, redis: Service, elsewhere: dls.Mongo
     finally:
         said.close()
         client.close()
+
+
+@pytest.mark.anyio
+@asyncio_only
+async def test_a_late_message_of_an_earlier_invocation_is_not_believed(place: Place, redis: Service) -> None:
+    """The id was used again after a purge; what is said of the first is no outcome of the second."""
+    place = place._replace(redis=redis.url)
+    async with place.plane() as plane, place.plane() as elsewhere:
+        async with a_message_of_before(place, redis, elsewhere) as repeat:
+            await plane.submit("q", b"body", id="same")
+            first = births_of(elsewhere).known("same")
+            got: list[bytes | None] = []
+
+            async def wait() -> None:
+                got.append(await wait_alone(elsewhere))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait)
+                await wait_until(lambda: births_of(elsewhere).known("same") != first, 20, "its look")
+                await repeat()
+                assert got == []
+                (claimed,) = await plane.claim(["q"], "w", lease=600.0)
+                await plane.finish(fence(claimed), "succeeded", result=b"second")
+            assert got == [b"second"]
 
 
 async def wait_alone(plane: dls.MongoDispatch) -> bytes | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from helpers import wait_until
+
 from dreamlake.lakeshore.daemon.workdir import Folder, Orders
 from dreamlake.lakeshore.worker.runner import Launch
 from dreamlake.lakeshore.worker.runners.kube import KubeRunner
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
     from kube_server import Server
 
-__all__ = ["launch", "make", "running"]
+__all__ = ["SLEEPS", "begun", "launch", "make", "running"]
+
+SLEEPS = "trap 'exit 3' TERM; echo began >began; while :; do sleep 0.02; done"
 
 
 def launch(tmp_path: Path, script: str | None = "exit 0", id: str = "a", attempt: int = 1, **more: Any) -> Launch:
@@ -34,6 +38,11 @@ def make(server: Server, tmp_path: Path, **options: str) -> KubeRunner:
         **options,
     }
     return KubeRunner.from_options({name.replace("_", "-"): value for name, value in said.items()}, {})
+
+
+async def begun(asked: Launch) -> None:
+    """Wait until a script has written that it runs."""
+    await wait_until(lambda: (asked.folder.path / "began").exists(), description="the begin of the child")
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 from helpers import wait_until
-from kube_runs import launch, make, running
+from kube_runs import SLEEPS, begun, launch, make, running
 from kube_server import NAMESPACE, TOKEN, Fault, Server, serving
 
 from dreamlake.lakeshore.errors import DispatchError
@@ -29,17 +29,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 WAITS = "echo began >began; until [ -e gate ]; do sleep 0.02; done; exit 6"
-SLEEPS = "trap 'exit 3' TERM; echo began >began; while :; do sleep 0.02; done"
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with serving() as server:
         yield server
-
-
-async def _begun(asked: Launch) -> None:
-    await wait_until(lambda: (asked.folder.path / "began").exists(), 30, "the begin of the child")
 
 
 def _still(server: Server) -> bool:
@@ -59,7 +54,7 @@ async def test_a_watch_that_says_nothing_hides_no_end(
         asked = launch(tmp_path, WAITS)
         with anyio.fail_after(30):
             child = await runner.start(asked)
-            await _begun(asked)
+            await begun(asked)
             (asked.folder.path / "gate").touch()
             assert (await child.wait()).code == 6
         asked.folder.remove()
@@ -86,7 +81,7 @@ async def test_a_watch_that_talks_nonsense_hides_no_end(server: Server, tmp_path
         asked = launch(tmp_path, WAITS)
         with anyio.fail_after(30):
             child = await runner.start(asked)
-            await _begun(asked)
+            await begun(asked)
             (asked.folder.path / "gate").touch()
             assert (await child.wait()).code == 6
         asked.folder.remove()
@@ -147,14 +142,14 @@ async def test_a_token_that_is_being_renewed(server: Server, tmp_path: Path) -> 
 
         async def run(asked: Launch = asked, found: list[int] = found) -> None:
             child = await runner.start(asked)
-            await _begun(asked)
+            await begun(asked)
             found.append((await child.wait()).code)
 
         async with anyio.create_task_group() as group:
             group.start_soon(run)
             await anyio.sleep(0.4)
             token.write_text(f"{name}\n")
-            await _begun(asked)
+            await begun(asked)
             token.unlink()  # and once more while it runs
             server.drop()
             (asked.folder.path / "gate").touch()
@@ -207,7 +202,7 @@ async def test_a_job_that_may_not_be_deleted_for_now_is_deleted_later(
     async with running(server, tmp_path) as runner:
         asked = launch(tmp_path, SLEEPS)
         child = await runner.start(asked)
-        await _begun(asked)
+        await begun(asked)
         server.faults.append(Fault("DELETE", 403, "Forbidden", "jobs is forbidden", times=4))
         await to_the_end(child.kill)
         await wait_until(lambda: _still(server), 30, "the end of the Job")
@@ -224,7 +219,7 @@ async def test_the_guard_gets_in_when_it_can(server: Server, tmp_path: Path, mon
         for lost in (False, True):
             asked = launch(tmp_path, SLEEPS)
             child = await runner.start(asked)
-            await _begun(asked)
+            await begun(asked)
             if lost:
                 with server.cluster.changed:
                     del server.cluster.jobs[job_name("a", 1)]
@@ -253,7 +248,7 @@ async def test_a_pod_that_outlives_its_job_is_not_left(server: Server, tmp_path:
     async with running(server, tmp_path, grace="1") as runner:
         asked = launch(tmp_path, WAITS if ends == "by itself" else SLEEPS)
         child = await runner.start(asked)
-        await _begun(asked)
+        await begun(asked)
         with server.cluster.changed:
             del server.cluster.jobs[job_name("a", 1)]
         if ends == "killed":
@@ -290,7 +285,7 @@ async def test_children_of_workers_whose_workdir_is_not_seen_here(server: Server
     async with running(server, tmp_path) as theirs, running(server, tmp_path) as runner:
         held, asked = launch(tmp_path, SLEEPS, "held"), launch(tmp_path)
         child = await theirs.start(held)
-        await _begun(held)
+        await begun(held)
         job = server.cluster.jobs[job_name("held", 1)]
         job["metadata"]["annotations"]["dreamlake.lakeshore/folder"] = "/nowhere/seen/from/here/held"
         await (await runner.start(asked)).wait()

@@ -13,7 +13,7 @@ import anyio
 import pytest
 from child_kit import holders
 from helpers import wait_until
-from kube_runs import launch, make, running
+from kube_runs import SLEEPS, begun, launch, make, running
 from kube_server import Fault, Server, serving
 
 from dreamlake.lakeshore.errors import DispatchError
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from dreamlake.lakeshore.worker.runners.kube import KubeJob, KubeRunner
 
 pytestmark = pytest.mark.anyio
-SLEEPS = "trap 'exit 3' TERM; echo began >began; while :; do sleep 0.02; done"
 STUBBORN = "trap '' TERM; echo began >began; while :; do sleep 0.02; done"
 
 
@@ -40,14 +39,10 @@ def server() -> Iterator[Server]:
         yield server
 
 
-async def _begun(asked: Launch) -> None:
-    await wait_until(lambda: (asked.folder.path / "began").exists())
-
-
 async def _start(runner: KubeRunner, asked: Launch) -> tuple[KubeJob, str]:
     """A child that has begun, and the name of its pod."""
     child = await runner.start(asked)
-    await _begun(asked)
+    await begun(asked)
     return child, child._job.pod_name
 
 
