@@ -19,7 +19,7 @@ from kube_server import Fault, Server, serving
 from dreamlake.lakeshore.errors import DispatchError
 from dreamlake.lakeshore.testing.leaving import WAYS, Caller, Way
 from dreamlake.lakeshore.worker.runner import Exit, Launch, to_the_end
-from dreamlake.lakeshore.worker.runners import kube, kube_guard, kube_pods, kube_watch
+from dreamlake.lakeshore.worker.runners import kube, kube_api, kube_guard, kube_pods, kube_watch
 from dreamlake.lakeshore.worker.runners.kube_guard import Orders
 from dreamlake.lakeshore.worker.runners.kube_job import JOB, WORKER, job_name
 
@@ -226,7 +226,9 @@ async def test_claims_that_are_not_there_or_elsewhere(server: Server, tmp_path: 
         )
 
 
-async def test_what_the_cluster_refuses(server: Server, tmp_path: Path) -> None:
+async def test_what_the_cluster_refuses(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kube_api, kube_watch):  # for so long it may be the refusal of a server that starts
+        monkeypatch.setattr(module, "REFUSED_S", 1.0)
     quota = 'jobs.batch "x" is forbidden: exceeded quota: compute, requested: count/jobs.batch=1, used: 10, limited: 10'
     async with running(server, tmp_path) as runner:
         server.faults.append(Fault("POST", 403, "Forbidden", quota, times=1))
