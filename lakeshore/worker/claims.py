@@ -44,7 +44,7 @@ _UNSAID = Done("failed", None, Failure("DispatchError", "what came of the body c
 GRACE_EXPIRED = Failure("Cancelled", "daemon shutdown grace expired")
 """The error of an invocation whose child was ended with its worker."""
 
-REFUSALS = 10
+FAILURES = 10
 """How often a far side may fail with an outcome, over a minute or so, before something is said in its place."""
 
 LOST = "lost"
@@ -186,7 +186,7 @@ class Running:
             except Exception as exc:
                 failures += 1
                 lasted = refusals.lasted(exc)
-                if self._may_pass(exc) and not (lasted if isinstance(exc, NotAuthorized) else failures >= REFUSALS):
+                if self._may_pass(exc) and not (lasted if isinstance(exc, NotAuthorized) else failures >= FAILURES):
                     logger.warning("the outcome of %s is kept, the plane fails with: %s", self.claimed.id, exc)
                     await anyio.sleep(delay * random.uniform(0.5, 1.5))
                     delay = min(delay * 2, 10.0)

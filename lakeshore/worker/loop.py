@@ -206,7 +206,7 @@ class Worker:
                     await anyio.sleep(delay)
                     delay = min(delay * 2, 10.0)
                     continue
-                delay, reached, refusals.since = 0.5, True, math.inf
+                delay, reached, refusals = 0.5, True, Refusals(terms.lease)
                 self._begin([claimed for claimed in found if (claimed.id, claimed.attempt) not in self._running])
                 if once:
                     return

@@ -13,7 +13,7 @@ __all__ = ["Refusals"]
 
 class Refusals:
     """For how long a plane has refused who asks. For a moment it may do so without meaning it, as while it starts anew or
-    its tokens are written again: nothing is given up before that has lasted for a lease without a break."""
+    its tokens are written again: nothing is given up before that has lasted for `lease` seconds without a break."""
 
     def __init__(self, lease: float) -> None:
         self.lease, self.since = lease, math.inf

@@ -37,6 +37,16 @@ def server() -> Iterator[Server]:
         yield server
 
 
+async def _a_child_is_seen_to_end(runner: KubeRunner, tmp_path: Path) -> None:
+    asked = launch(tmp_path, WAITS)
+    with anyio.fail_after(30):
+        child = await runner.start(asked)
+        await begun(asked)
+        (asked.folder.path / "gate").touch()
+        assert (await child.wait()).code == 6
+    asked.folder.remove()
+
+
 def _still(server: Server) -> bool:
     return server.cluster.jobs == server.cluster.pods == {}
 
@@ -51,13 +61,7 @@ async def test_a_watch_that_says_nothing_hides_no_end(
     monkeypatch.setattr(kube_api, "SILENCE_S", 0.3)
     server.silent = True
     async with running(server, tmp_path, poll="1") as runner:
-        asked = launch(tmp_path, WAITS)
-        with anyio.fail_after(30):
-            child = await runner.start(asked)
-            await begun(asked)
-            (asked.folder.path / "gate").touch()
-            assert (await child.wait()).code == 6
-        asked.folder.remove()
+        await _a_child_is_seen_to_end(runner, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +82,7 @@ async def test_a_watch_that_says_nothing_hides_no_end(
 async def test_a_watch_that_talks_nonsense_hides_no_end(server: Server, tmp_path: Path, line: bytes) -> None:
     server.garbage = line
     async with running(server, tmp_path) as runner:
-        asked = launch(tmp_path, WAITS)
-        with anyio.fail_after(30):
-            child = await runner.start(asked)
-            await begun(asked)
-            (asked.folder.path / "gate").touch()
-            assert (await child.wait()).code == 6
-        asked.folder.remove()
+        await _a_child_is_seen_to_end(runner, tmp_path)
     assert {one.rpartition("/")[2] for one in server.requests if one.startswith("DELETE")} == {job_name("a", 1)}
 
 

@@ -47,7 +47,7 @@ class Births:
         return None if seen is None else seen[1]
 
     async def of(self, ids: Sequence[str]) -> dict[str, str]:
-        """Which invocation each of `ids` is, of those that are there."""
+        """Which invocation each of `ids` is, of those that are there. Raises what `read` does."""
         births = {id: birth for id in ids if (birth := self.known(id)) is not None}
         if unknown := [id for id in ids if id not in births]:
             for row in await self._read(unknown):
