@@ -19,10 +19,10 @@ import jobs
 from roles import BODY, COMMANDS, NONE, ROLES, SYNC_ROLES, Control, main, plane_at, spread, together
 
 import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.planes.contract.operations import Fence
 from dreamlake.lakeshore.planes.http.client import CONNECTIONS
-from dreamlake.lakeshore.planes.messages import ask_submit
-from dreamlake.lakeshore.planes.operations import Fence
-from dreamlake.lakeshore.planes.protocol import CONTENT_TYPE, decode, encode
+from dreamlake.lakeshore.planes.protocol.messages import ask_submit
+from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

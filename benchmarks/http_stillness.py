@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from http_children import processes, serve
 
-from dreamlake.lakeshore.planes.held import HELD_S
+from dreamlake.lakeshore.planes.remote_plane import HELD_S
 
 if TYPE_CHECKING:
     from figures import Bench

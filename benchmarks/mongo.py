@@ -34,16 +34,8 @@ from program import run
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import (
-    Claim,
-    Claimed,
-    Failure,
-    Fence,
-    FinalFrame,
-    Reap,
-    RowFilter,
-    Submit,
-)
+from dreamlake.lakeshore.planes.contract.operations import Claim, Claimed, Fence, FinalFrame, Reap, Submit
+from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence

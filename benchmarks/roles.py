@@ -28,7 +28,7 @@ import jobs
 from raw import answer_round_trips
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.operations import Fence, Finish
+from dreamlake.lakeshore.planes.contract.operations import Fence, Finish
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from container_kit import pairs
 
-from dreamlake.lakeshore.worker.runners.followed import read_mounts
+from dreamlake.lakeshore.runners.attached_client import read_mounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

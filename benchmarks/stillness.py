@@ -11,8 +11,8 @@ from raw import HOLDER, NS, QUEUE, WORKER, RawPlane
 from roles import BODY
 
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.operations import Claim
-from dreamlake.lakeshore.planes.sqlite.claims import something_to_claim
+from dreamlake.lakeshore.planes.contract.operations import Claim
+from dreamlake.lakeshore.planes.sqlite.claim import something_to_claim
 from dreamlake.lakeshore.planes.sqlite.rows import Batch, Changes
 from dreamlake.lakeshore.planes.sqlite.statements import apply
 

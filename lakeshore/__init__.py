@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import wire as wire
-    from .context import run as run
-    from .context import scope as scope
+    from .body.context import run as run
+    from .body.context import scope as scope
+    from .client.job import Job as Job
+    from .client.queue import Queue as Queue
+    from .client.queue import default_dispatch as default_dispatch
+    from .client.sync_queue import SyncQueue as SyncQueue
+    from .client.udf import UDF as UDF
+    from .client.udf import udf as udf
     from .errors import ClaimLost as ClaimLost
     from .errors import DispatchError as DispatchError
     from .errors import EncodeError as EncodeError
@@ -30,17 +36,11 @@ if TYPE_CHECKING:
     from .errors import StreamRestarted as StreamRestarted
     from .errors import TransportError as TransportError
     from .errors import WireError as WireError
-    from .functions.ship import Thunk as Thunk
-    from .functions.ship import thunk as thunk
-    from .functions.udf import UDF as UDF
-    from .functions.udf import udf as udf
+    from .functions.serialize import Thunk as Thunk
+    from .functions.serialize import thunk as thunk
     from .planes.http.store import HttpDispatch as HttpDispatch
     from .planes.mongo.store import MongoDispatch as MongoDispatch
     from .planes.sqlite.store import Dispatch as Dispatch
-    from .queue import Job as Job
-    from .queue import Queue as Queue
-    from .queue import default_dispatch as default_dispatch
-    from .sync import SyncQueue as SyncQueue
     from .worker.loop import run_worker as run_worker
 
 _ERRORS = (
@@ -62,18 +62,18 @@ _ERRORS = (
 _HOMES = dict.fromkeys(_ERRORS, ".errors") | {
     "Dispatch": ".planes.sqlite.store",
     "HttpDispatch": ".planes.http.store",
-    "Job": ".queue",
+    "Job": ".client.job",
     "MongoDispatch": ".planes.mongo.store",
-    "Queue": ".queue",
-    "SyncQueue": ".sync",
-    "Thunk": ".functions.ship",
-    "UDF": ".functions.udf",
-    "default_dispatch": ".queue",
-    "run": ".context",
+    "Queue": ".client.queue",
+    "SyncQueue": ".client.sync_queue",
+    "Thunk": ".functions.serialize",
+    "UDF": ".client.udf",
+    "default_dispatch": ".client.queue",
+    "run": ".body.context",
     "run_worker": ".worker.loop",
-    "scope": ".context",
-    "thunk": ".functions.ship",
-    "udf": ".functions.udf",
+    "scope": ".body.context",
+    "thunk": ".functions.serialize",
+    "udf": ".client.udf",
     "wire": ".wire",
 }
 

@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 from helpers import wait_until
 
 from dreamlake.lakeshore.errors import PlaneUnavailable
-from dreamlake.lakeshore.planes.batch import Batcher
+from dreamlake.lakeshore.planes.batcher import Batcher
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

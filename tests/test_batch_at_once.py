@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from dreamlake.lakeshore.planes.batch import CROWD, Batcher
+from dreamlake.lakeshore.planes.batcher import CROWD, Batcher
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]  # trio has no such store
 

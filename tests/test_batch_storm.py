@@ -10,7 +10,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from dreamlake.lakeshore.planes.batch import Batcher
+from dreamlake.lakeshore.planes.batcher import Batcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from dreamlake.lakeshore.calls import GuardedAiter, GuardedIter, body_kind, call_local, run_body
-from dreamlake.lakeshore.context import invocation_scope, run, scope
+from dreamlake.lakeshore.body.call import GuardedAiter, GuardedIter, body_kind, call_local, run_body
+from dreamlake.lakeshore.body.context import invocation_scope, run, scope
 from dreamlake.lakeshore.errors import KeyContractError
 
 if TYPE_CHECKING:
@@ -394,8 +394,8 @@ def test_a_body_that_the_collector_closes_leaves_its_scope_there() -> None:
 
 COLLECTED = """
 import gc
-from dreamlake.lakeshore.calls import call_local
-from dreamlake.lakeshore.context import Current, _current, run, scope
+from dreamlake.lakeshore.body.call import call_local
+from dreamlake.lakeshore.body.context import Current, _current, run, scope
 
 def body():
     with scope("deep"):

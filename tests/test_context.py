@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from dreamlake.lakeshore.context import Call, call_scope, current_invocation, invocation_scope, run, scope
+from dreamlake.lakeshore.body.context import Call, call_scope, current_invocation, invocation_scope, run, scope
 from dreamlake.lakeshore.errors import KeyContractError
 
 if TYPE_CHECKING:
@@ -288,15 +288,15 @@ def test_a_coroutine_closed_in_a_foreign_context_changes_nothing_there(tmp_path:
 
 FRESH = """
 import sys
-from dreamlake.lakeshore import calls, context
-from dreamlake.lakeshore.functions import ship, source
+from dreamlake.lakeshore.body import call, context
+from dreamlake.lakeshore.functions import serialize, source
 def f(x): return x
 def g(x): yield x
 with context.scope("p"):
-    assert calls.call_local(f, ship.body_kind(f), (1,), {}) == 1
-    assert list(calls.call_local(g, ship.body_kind(g), (1,), {})) == [1]
+    assert call.call_local(f, call.body_kind(f), (1,), {}) == 1
+    assert list(call.call_local(g, call.body_kind(g), (1,), {})) == [1]
 source.note_source(f)
-t = ship.thunk(f, 1)
+t = serialize.thunk(f, 1)
 heavy = {"msgpack", "httpx", "aiosqlite", "numpy", "cloudpickle", "ulid", "torch", "PIL"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -11,7 +11,7 @@ from helpers import fresh_python, run_python
 
 INTERRUPTED = """
 import anyio, sys, threading, warnings
-from dreamlake.lakeshore import _loops
+from dreamlake.lakeshore.concurrency import loops as _loops
 warnings.simplefilter("ignore", RuntimeWarning)
 how, then = sys.argv[1:]
 back, cleaned_up = threading.Event(), threading.Event()
@@ -72,7 +72,7 @@ def test_a_forked_child_has_a_portal_of_its_own() -> None:
     out, err = run_python(
         """
         import anyio, gc, os, threading
-        from dreamlake.lakeshore import _loops, _portal
+        from dreamlake.lakeshore.concurrency import loops as _loops, portal as _portal
 
         async def pid():
             await anyio.sleep(0.01)
@@ -107,7 +107,7 @@ def test_a_child_of_multiprocessing_too() -> None:
     out, err = run_python(
         """
         import multiprocessing, os, sys
-        from dreamlake.lakeshore import _loops
+        from dreamlake.lakeshore.concurrency import loops as _loops
         async def pid(): return os.getpid()
         def child(queue): queue.put(_loops.run_sync(pid, hint="") == os.getpid())
         _loops.run_sync(pid, hint="")
@@ -128,7 +128,7 @@ def test_a_child_of_multiprocessing_too() -> None:
 RESOURCE = """
 import anyio, asyncio, contextlib, threading, time, warnings
 import aiosqlite
-from dreamlake.lakeshore import _loops
+from dreamlake.lakeshore.concurrency import loops as _loops
 
 begun = threading.Event()
 
@@ -220,7 +220,7 @@ def test_a_call_after_the_end_says_so() -> None:
                 print(f"{type(exc).__name__}: {exc}")
 
         atexit.register(late)  # runs after the package's own handler, which comes with the import below
-        from dreamlake.lakeshore import _loops
+        from dreamlake.lakeshore.concurrency import loops as _loops
 
         def early():
             print(_loops.run_sync(nothing, hint=""))

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dreamlake.lakeshore.errors import KeyContractError, LakeshoreError
-from dreamlake.lakeshore.keys import (
+from dreamlake.lakeshore.body.keys import (
     Ledger,
     Manifest,
     ReturnedKeys,
@@ -21,6 +20,7 @@ from dreamlake.lakeshore.keys import (
     normalise_key,
     resolve,
 )
+from dreamlake.lakeshore.errors import KeyContractError, LakeshoreError
 
 RULE = "a key is a relative path such as 'process/mesh.ply'"
 

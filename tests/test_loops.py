@@ -12,7 +12,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 from helpers import wait_until
 
-from dreamlake.lakeshore import _loops, _portal
+from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.concurrency import portal as _portal
 from dreamlake.lakeshore.errors import PlaneUnavailable
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from helpers import run_python, wait_until
 
-from dreamlake.lakeshore import _loops
+from dreamlake.lakeshore.concurrency import loops as _loops
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -214,7 +214,7 @@ def test_a_forked_child_has_resources_of_its_own() -> None:
     out, err = run_python(
         """
         import anyio, os, time
-        from dreamlake.lakeshore import _loops
+        from dreamlake.lakeshore.concurrency import loops as _loops
 
         class Resource:
             def __init__(self): self.pid = os.getpid()

@@ -28,13 +28,13 @@ from dreamlake.lakeshore import (
     StreamRestarted,
     SyncQueue,
     WireError,
-    _loops,
     default_dispatch,
     scope,
     thunk,
 )
-from dreamlake.lakeshore import queue as queue_module
-from dreamlake.lakeshore.planes.contract import Failure
+from dreamlake.lakeshore.client import queue as queue_module
+from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.wire import Envelope, pack
 
 if TYPE_CHECKING:

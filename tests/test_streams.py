@@ -21,16 +21,17 @@ from dreamlake.lakeshore import (
     StreamRestarted,
     WireError,
 )
-from dreamlake.lakeshore.planes.contract import Failure, Fence, FinalFrame
-from dreamlake.lakeshore.streams import restart_frame
+from dreamlake.lakeshore.client.streams import restart_frame
+from dreamlake.lakeshore.planes.contract.operations import Fence, FinalFrame
+from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.wire import Frame, FrameKind, pack
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from dreamlake.lakeshore.client.streams import Values
     from dreamlake.lakeshore.planes.plane import Plane
-    from dreamlake.lakeshore.streams import Values
 
 pytestmark = pytest.mark.anyio
 

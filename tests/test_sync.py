@@ -23,10 +23,10 @@ from dreamlake.lakeshore import (
     Queue,
     StreamRestarted,
     SyncQueue,
-    _loops,
     scope,
     thunk,
 )
+from dreamlake.lakeshore.concurrency import loops as _loops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,7 +143,7 @@ def test_a_stream_crosses_to_the_loop_once_for_a_page(q: SyncQueue, monkeypatch:
         crossings.append(hint)
         return _loops.run_sync(fn, *args, hint=hint)
 
-    monkeypatch.setattr("dreamlake.lakeshore.sync.run_sync", counted)
+    monkeypatch.setattr("dreamlake.lakeshore.client.sync_queue.run_sync", counted)
     stream = q.stream(id)
     assert [(value, stream.seq) for value in stream] == [(i, i) for i in range(300)]
     assert crossings == ["async for value in dls.Queue('q').stream(...)"] * 2  # the page, and that nothing follows

@@ -13,7 +13,8 @@ import anyio
 import pytest
 from helpers import wait_until, wait_until_sync
 
-from dreamlake.lakeshore import _loops, _portal
+from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.concurrency import portal as _portal
 from dreamlake.lakeshore.errors import DispatchError, PlaneUnavailable
 
 anyio_test = pytest.mark.anyio

@@ -11,7 +11,7 @@ import anyio.to_thread
 import pytest
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore._loops import portal
+from dreamlake.lakeshore.concurrency.loops import portal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def shown(call: Callable[[], Any]) -> str:
 def check(said: str, error: str) -> None:
     assert said.count("Traceback (most recent call last)") == 1
     assert said.count('  File "') <= 6, said
-    assert "_portal.py" not in said
+    assert "concurrency/portal.py" not in said
     assert "concurrent" not in said
     assert sum(line.startswith(error) for line in said.splitlines()) == 1
 
@@ -102,4 +102,4 @@ def test_a_fault_of_ours_is_shown_whole(q: dls.SyncQueue, monkeypatch: pytest.Mo
     monkeypatch.setattr(q.dispatch, "do", faulty)
     said = shown(lambda: q.submit(1))
     assert "in faulty" in said
-    assert "_portal.py" in said
+    assert "concurrency/portal.py" in said

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from ..planes.plane import Plane
-    from ..worker.claims import Executor
+    from ..worker.outcome import Executor
     from ..worker.runner import Runner
 
 __all__ = ["RUNNER_OPTIONS", "Children", "WorkerCommand", "executor", "make_runner"]
@@ -120,10 +120,10 @@ def make_runner(children: Children) -> Runner | None:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
             raise click.UsageError(f"{named}: bodies run in this process; add --runner process to give them their own")
         return None
-    from ..worker.runners.process import child_environ
+    from ..runners.process.runner import child_environ
 
     found = RUNNERS[children.runner]
-    kind: Any = getattr(import_module(f"..worker.runners.{found.module}", __package__), found.kind)
+    kind: Any = getattr(import_module(f"..runners.{found.module}", __package__), found.kind)
     try:
         environ = child_environ(children.environ, elsewhere=getattr(kind, "elsewhere", False))
         runner: Runner = kind.from_options(_pairs(children.runner_options), environ)

@@ -8,7 +8,7 @@ __all__ = ["RUNNERS", "Known"]
 
 
 class Known(NamedTuple):
-    """A runner: its module among `worker.runners`, the class in it, and its options, for people."""
+    """A runner: its module among `runners`, the class in it, and its options, for people."""
 
     module: str
     kind: str
@@ -17,13 +17,13 @@ class Known(NamedTuple):
 
 RUNNERS = {
     "process": Known(
-        "process",
+        "process.runner",
         "ProcessRunner",
         "python=PATH, grace=SECONDS from SIGTERM to SIGKILL (5), warm=1 to fork children from an interpreter that has "
         "loaded what they need, rlimit_as=8g, rlimit_cpu, rlimit_fsize, rlimit_nofile, rlimit_nproc, rlimit_core.",
     ),
     "slurm": Known(
-        "slurm",
+        "slurm.runner",
         "SlurmRunner",
         "partition, account, qos, time=LIMIT, cpus, memory=8G, gres, gpus, constraint, nodelist: as sbatch has them "
         "(cpus: --cpus-per-task, memory: --mem), sbatch=FLAGS for it, between commas, python=PATH on the nodes (this one), "
@@ -32,7 +32,7 @@ RUNNERS = {
         "has to lie on a file system that the nodes share; a job may wait in Slurm's queue for as long as it takes.",
     ),
     "kube": Known(
-        "kube",
+        "kube.runner",
         "KubeRunner",
         "image=NAME and claim=NAME of the volume that the workdir lies on, both needed; mount=PATH where this worker "
         "sees that volume, sub-path (the workdir, all of it), root-claim=NAME, root-sub-path for the root of keys, "
@@ -43,7 +43,7 @@ RUNNERS = {
         "too, stands in their Jobs, for all to see who may read those.",
     ),
     "docker": Known(
-        "container",
+        "docker.runner",
         "DockerRunner",
         "image=NAME (needed), python=PATH in it (python3), binary=docker or podman or a path, pull=missing or always or "
         "never, mount=SRC[:DST][:ro], several between commas, user=UID[:GID] (this worker's; 0:0 "
@@ -55,7 +55,7 @@ RUNNERS = {
         "submit need a server, or a mount of LAKESHORE_HOME.",
     ),
     "gvisor": Known(
-        "runsc",
+        "docker.gvisor",
         "GvisorRunner",
         "rootfs=FOLDER for runsc alone: read-only for children, with python=PATH in it (python3), binary=PATH of runsc, "
         "platform (runsc's own), network=host or sandbox (none), mount, user, grace, start-timeout as docker has them, "

@@ -125,8 +125,8 @@ def plane_of(where: Where, *, create: bool = False) -> Plane:
 
     `--db` wins over LAKESHORE_URL. Raises PlaneUnavailable for a file that is not there.
     """
+    from ..client.queue import default_dispatch
     from ..planes.sqlite.store import Dispatch
-    from ..queue import default_dispatch
 
     if where.db is not None and where.url is not None:
         raise click.UsageError("--db names a file and --url a server: give one of the two")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ..errors import DispatchError, InvocationNotFound, LakeshoreError
-from ..planes.contract import Fence, Row, RowFilter
+from ..planes.contract.operations import Fence
+from ..planes.contract.records import Row, RowFilter
 from .envelopes import describe_body, function_name
 from .output import clean, document, frames_of, jsonable, moment, say, since, table, value_text, waiting
 from .shared import Where, error_document, json_flag, on_plane, plane_options, reading, seconds
@@ -175,7 +176,7 @@ def inv_result(where: Where, id: str, timeout: float | None, as_json: bool) -> N
 
     The invocation goes on when this command is interrupted.
     """
-    from ..queue import value_of
+    from ..client.queue import value_of
 
     with waiting(f"waiting for {id}"):
         value = value_of(on_plane(where, lambda plane: plane.outcome(id, timeout=timeout)))
@@ -216,7 +217,7 @@ def inv_stream(where: Where, id: str, since: int, on_restart: Literal["raise", "
     printer = _ArrayPrinter() if as_json else _LinePrinter()
 
     async def act(plane: Plane) -> None:
-        from ..streams import Values
+        from ..client.streams import Values
 
         values = Values(plane, id, since, None, on_restart)
         async for value in values:

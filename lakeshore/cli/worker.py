@@ -21,8 +21,8 @@ from .shared import INTERRUPTED, Where, age, log_to_stderr, plane_of, plane_opti
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..client.queue import Queue
     from ..planes.plane import Plane
-    from ..queue import Queue
     from ..worker.runner import Runner
 
 __all__ = ["worker"]
@@ -171,7 +171,7 @@ def work(where: Where, queues: tuple[str, ...], options: Options, children: Chil
 async def _work(
     where: Where, names: tuple[str, ...], options: Options, children: Children, runner: Runner | None, once: bool
 ) -> tuple[int, int]:
-    from ..queue import Queue, take_as_default
+    from ..client.queue import Queue, take_as_default
 
     stop, working = anyio.Event(), anyio.CancelScope()
     jobs, failure = 0, None
@@ -209,8 +209,8 @@ async def _run(
     once: bool,
     stop: anyio.Event,
 ) -> int:
-    from ..worker.claims import Terms
     from ..worker.loop import run_executor, run_worker
+    from ..worker.outcome import Terms
 
     if runner is None:
         return await run_worker(queues, once=once, stop=stop, **options._asdict())

@@ -19,8 +19,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..invoke import Done, Pace, Site, failed, invoke_alone, refused
-from ..planes.contract import Failure
+from ..body.execute import Done, Pace, Site, failed, invoke_alone, refused
+from ..planes.contract.records import Failure
 from ..wire import Frame, FrameKind
 from .workdir import (
     ARGS,

@@ -13,28 +13,26 @@ from weakref import WeakSet
 
 import anyio
 
-from .._loops import across, at_home, loop_token, run_sync_soon, spawn
+from ..concurrency.loops import across, at_home, loop_token, run_sync_soon, spawn
 from ..errors import ClaimLost, LakeshoreError, PlaneUnavailable
 from ..ids import check_id, check_queue, new_id
-from .batch import Batcher
-from .contract import (
+from .batcher import Batcher
+from .contract.news import Kind, news_of
+from .contract.operations import (
     Beat,
     Cancel,
     Claim,
     Claimed,
     Fence,
     Finish,
-    Kind,
     Operation,
-    Outcome,
     Requeue,
-    RowFilter,
-    Store,
     Submit,
-    news_of,
     weight_of,
     whole_priority,
 )
+from .contract.records import Outcome, RowFilter
+from .contract.store import Store
 from .hub import Hub, Waiter
 
 if TYPE_CHECKING:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from .._loops import spawn
+from ..concurrency.loops import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from .contract import Cursor, Kind, News, Outcome, Page
+    from .contract.news import Cursor, Kind, News
+    from .contract.records import Outcome, Page
 
 __all__ = ["Hub", "Waiter"]
 

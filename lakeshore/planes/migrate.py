@@ -23,12 +23,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DispatchError, InvocationNotFound
-from .contract import Movable, Restore, RowFilter, weight_of
+from .contract.operations import Restore, weight_of
+from .contract.records import RowFilter
+from .contract.store import Movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .contract import Store
+    from .contract.store import Store
     from .plane import Plane
 
 __all__ = ["Migration", "Tally", "check_at_rest", "settle"]

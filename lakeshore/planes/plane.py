@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from .._loops import PerLoop
+from ..concurrency.loops import PerLoop
 from ..errors import DispatchError, InvocationNotFound, PlaneUnavailable
 from ..ids import check_id
-from .contract import (
-    TERMINAL,
+from .await_many import Together, together
+from .contract.operations import (
     Append,
     Appended,
     Beat,
@@ -21,30 +21,25 @@ from .contract import (
     Cancelled,
     Claim,
     Claimed,
-    Cursor,
-    Failure,
     Fence,
     FinalFrame,
     Finish,
-    Kind,
     Operation,
-    Outcome,
-    Page,
     Purge,
     Requeue,
     Requeued,
-    Row,
-    RowFilter,
-    Store,
     Submit,
 )
+from .contract.records import TERMINAL, Failure, Outcome, Page, Row, RowFilter
 from .engine import Claimer, Engine, Outage, claiming, itself, opened, persist, submitting
 from .hub import Waiter
-from .together import Together, together
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
     from typing import Self
+
+    from .contract.news import Cursor, Kind
+    from .contract.store import Store
 
 __all__ = ["PAGE_BYTES", "PAGE_FRAMES", "Plane"]
 

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 
 from ..errors import LakeshoreError, NotAuthorized, WireError
 from ..ids import check_id
-from ..planes.protocol import CONTENT_TYPE, REQUEST_ID, STREAM_TYPE, Refused, encode, error_fields, status_of
+from ..planes.protocol.routes import CONTENT_TYPE, REQUEST_ID, STREAM_TYPE, Refused, encode, error_fields, status_of
 from .limits import Limits
 from .metrics import METRICS_TYPE, Metrics
 from .requests import Answer, Body, Call, Left, Receive, Service, Target, find, read_fields, read_query, told

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..errors import PlaneUnavailable, WireError
-from ..planes.protocol import CONTENT_TYPE, encode, error_fields
+from ..planes.protocol.routes import CONTENT_TYPE, encode, error_fields
 
 __all__ = ["BOUNDS", "Bounds", "Connection"]
 

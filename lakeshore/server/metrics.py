@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
 
-from ..planes.protocol import ROUTES
+from ..planes.protocol.routes import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping

@@ -11,7 +11,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from ..errors import PlaneUnavailable, WireError
-from ..planes.protocol import ROUTES, TooLarge, decode, number
+from ..planes.protocol.routes import ROUTES, TooLarge, decode, number
 from ..wire._msgpack import READ_ERRORS, unpackb
 from .polls import Polls, Renewals
 

@@ -14,10 +14,12 @@ import anyio
 
 from ..errors import InvocationNotFound, WireError
 from ..ids import check_id
-from ..planes import messages as say
-from ..planes.contract import Beaten, Cancel, Claim, Claimed, Cursor, Fence, Outcome, Requeue, RowFilter
+from ..planes.contract.news import Cursor
+from ..planes.contract.operations import Beaten, Cancel, Claim, Claimed, Fence, Requeue
+from ..planes.contract.records import Outcome, RowFilter
 from ..planes.plane import PAGE_BYTES, PAGE_FRAMES
-from ..planes.protocol import (
+from ..planes.protocol import messages as say
+from ..planes.protocol.routes import (
     AWAIT_S,
     MAX_ITEMS,
     encode,
@@ -29,13 +31,15 @@ from ..planes.protocol import (
     read_pairs,
     status_of,
 )
-from ..planes.views import say_outcome, say_page, say_row
+from ..planes.protocol.views import say_outcome, say_page, say_row
 from .requests import told, whole
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 
-    from ..planes.contract import Kind, Operation, Page, Submit
+    from ..planes.contract.news import Kind
+    from ..planes.contract.operations import Operation, Submit
+    from ..planes.contract.records import Page
     from ..planes.plane import Plane
     from .polls import Name, Turn
     from .requests import Call

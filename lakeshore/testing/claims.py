@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from ..errors import ClaimLost, InvocationNotFound
-from ..planes.contract import (
+from ..planes.contract.operations import (
     Append,
     Appended,
     Beat,
@@ -15,7 +15,6 @@ from ..planes.contract import (
     Cancel,
     Claim,
     Claimed,
-    Failure,
     Fence,
     FinalFrame,
     Finish,
@@ -23,8 +22,8 @@ from ..planes.contract import (
     Reaped,
     Requeue,
     Requeued,
-    RowFilter,
 )
+from ..planes.contract.records import Failure, RowFilter
 from .lab import LONG, Lab, fence_of, rule
 from .rows import NOWHERE
 

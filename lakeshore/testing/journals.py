@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from ..errors import ClaimLost, InvocationNotFound
-from ..planes.contract import (
-    Append,
-    Appended,
-    Cancel,
-    Claim,
-    Failure,
-    Fence,
-    FinalFrame,
-    Finish,
-    Page,
-    Reap,
-    Requeue,
-)
+from ..planes.contract.operations import Append, Appended, Cancel, Claim, Fence, FinalFrame, Finish, Reap, Requeue
+from ..planes.contract.records import Failure, Page
 from .lab import Lab, fence_of, rule
 from .rows import NOWHERE
 

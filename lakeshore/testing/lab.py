@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import anyio
 
 from ..errors import ClaimLost, InvocationNotFound
-from ..planes.contract import Beat, Claim, Claimed, Fence, Finish, Page, Reap, Row, RowFilter, Submit
+from ..planes.contract.operations import Beat, Claim, Claimed, Fence, Finish, Reap, Submit
+from ..planes.contract.records import Page, Row, RowFilter
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

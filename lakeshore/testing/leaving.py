@@ -10,7 +10,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from ..errors import ClaimLost
-from ..planes.contract import (
+from ..planes.contract.operations import (
     Append,
     Appended,
     Beat,
@@ -22,9 +22,9 @@ from ..planes.contract import (
     Operation,
     Requeue,
     Requeued,
-    RowFilter,
     Submit,
 )
+from ..planes.contract.records import RowFilter
 from .lab import LONG, Lab, fence_of, rule
 
 if TYPE_CHECKING:

@@ -5,24 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClaimLost, DispatchError, InvocationNotFound
-from ..planes.contract import (
-    Append,
-    Cancel,
-    Cancelled,
-    Failure,
-    Fence,
-    Finish,
-    Movable,
-    Outcome,
-    Requeue,
-    Restore,
-    Submit,
-)
+from ..planes.contract.operations import Append, Cancel, Cancelled, Fence, Finish, Requeue, Restore, Submit
+from ..planes.contract.records import Failure, Outcome
+from ..planes.contract.store import Movable
 from .lab import LONG, Lab, fence_of, rule
 from .rows import NOWHERE
 
 if TYPE_CHECKING:
-    from ..planes.contract import Store
+    from ..planes.contract.store import Store
     from ..planes.plane import Plane
 
 ERROR = Failure("E", "of the other plane", "trace")

@@ -8,28 +8,22 @@ from typing import Any
 import anyio
 
 from ..errors import ClaimLost, InvocationNotFound
-from ..planes.contract import (
-    CANCELLED_QUEUED,
-    CANCELLED_RUNNING,
-    TERMINAL,
+from ..planes.contract.failures import CANCELLED_QUEUED, CANCELLED_RUNNING, final_error, worker_lost
+from ..planes.contract.operations import (
     Append,
     Beat,
     Beaten,
     Cancel,
     Cancelled,
     Claim,
-    Failure,
     Finish,
-    Outcome,
     Purge,
     Reap,
     Requeue,
     Requeued,
-    RowFilter,
     Submit,
-    worker_lost,
 )
-from ..planes.states import final_error
+from ..planes.contract.records import TERMINAL, Failure, Outcome, RowFilter
 from .lab import LONG, Lab, fence_of, kind_of, rule
 
 NOWHERE = "no-such-invocation"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import anyio
 
-from ..invoke import leaves
+from ..body.execute import leaves
 from ..worker.loop import run_worker
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
     from typing import Any, Unpack
 
-    from ..queue import Queue
+    from ..client.queue import Queue
 
 __all__ = ["WorkerOptions", "running_worker"]
 

@@ -5,37 +5,33 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..planes.contract import (
-    TERMINAL,
+from ..planes.contract.operations import (
     Append,
     Beat,
     Beaten,
     Cancel,
     Claim,
-    Failure,
     Fence,
     FinalFrame,
     Finish,
     Operation,
-    Page,
     Purge,
     Reap,
     Reaped,
     Requeue,
     Restore,
-    Row,
-    RowFilter,
     Submit,
 )
-from ..planes.model import Model
+from ..planes.contract.records import TERMINAL, Failure, Page, Row, RowFilter
 from .lab import LONG, Clock, kind_of
 from .moving import is_movable
+from .reference.model import Model
 
 if TYPE_CHECKING:
     from random import Random
 
-    from ..planes.moves import Invocation
     from ..planes.plane import Plane
+    from .reference.effects import Invocation
 
 __all__ = ["Sequence"]
 

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 
 from ..errors import InvocationNotFound
-from ..planes.contract import (
-    Append,
-    Cancel,
-    Claimed,
-    Failure,
-    FinalFrame,
-    Finish,
-    Outcome,
-    Requeue,
-    RowFilter,
-)
+from ..planes.contract.operations import Append, Cancel, Claimed, FinalFrame, Finish, Requeue
+from ..planes.contract.records import Failure, Outcome, RowFilter
 from .lab import LONG, Lab, fence_of, rule
 from .rows import NOWHERE
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import values as _values  # noqa: F401  # pyright: ignore[reportUnusedImport] -- installs its codecs
+from . import numpy_values as _values  # noqa: F401  # pyright: ignore[reportUnusedImport] -- installs its codecs
 from .codec import pack as pack
 from .codec import unpack as unpack
 from .envelope import WIRE_VERSION as WIRE_VERSION
@@ -25,7 +25,7 @@ from .registry import Codec as Codec
 from .registry import register as register
 
 if TYPE_CHECKING:
-    from .stdlib import STDLIB as STDLIB
+    from .stdlib_values import STDLIB as STDLIB
 
 __all__ = [
     "STDLIB",
@@ -45,7 +45,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "STDLIB":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .stdlib import STDLIB
+    from .stdlib_values import STDLIB
 
     globals()["STDLIB"] = STDLIB
     return STDLIB

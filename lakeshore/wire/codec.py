@@ -23,9 +23,10 @@ import threading
 from typing import Any
 
 from ..errors import WireError
-from . import _msgpack, refusals, registry
+from . import _msgpack, registry
+from . import encode_errors as refusals
 from ._msgpack import new_ext
-from .refusals import Refused, kind_of
+from .encode_errors import Refused, kind_of
 from .registry import TUPLE, Buffer, brief, decoders, holders
 
 __all__ = ["MAX_EXT_DEPTH", "Bin", "comes_back", "dump", "ext_hook", "pack", "unpack", "wire_error"]

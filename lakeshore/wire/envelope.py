@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import WireError
 from .codec import Bin, dump, unpack
-from .refusals import kind_of
+from .encode_errors import kind_of
 
 if TYPE_CHECKING:
     from .registry import Buffer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import WireError
 from . import _msgpack
 from .codec import Bin, dump, ext_hook, unpack, wire_error
-from .refusals import kind_of
+from .encode_errors import kind_of
 
 if TYPE_CHECKING:
     from .registry import Buffer

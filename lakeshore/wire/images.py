@@ -12,7 +12,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from ._msgpack import packb, unpackb
-from .refusals import Refused, kind_of
+from .encode_errors import Refused, kind_of
 
 if TYPE_CHECKING:
     from .registry import Buffer

@@ -10,8 +10,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from . import refusals
-from .refusals import Refused
+from . import encode_errors as refusals
+from .encode_errors import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +113,7 @@ def _check_code(codec: Codec, new: dict[int, Codec]) -> None:
 
 
 def _stdlib() -> tuple[Codec, ...]:
-    from .stdlib import STDLIB
+    from .stdlib_values import STDLIB
 
     return STDLIB
 

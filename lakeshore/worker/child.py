@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from ..body.execute import Done, Pace, describe, leaves, refused
 from ..daemon.workdir import (
     ERROR,
     FRAMES,
@@ -36,19 +37,18 @@ from ..daemon.workdir import (
 )
 from ..errors import DispatchError, TransportError, WireError
 from ..ids import check_id
-from ..invoke import Done, Pace, describe, leaves, refused
-from ..planes.contract import Failure
+from ..planes.contract.records import Failure
 from ..wire import Envelope, pack, unpack
-from .claims import LOST
+from .frame_tail import LARGEST, FrameTail
+from .outcome import LOST
 from .runner import Exit, Launch, to_the_end
-from .tail import LARGEST, FrameTail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from ..planes.contract import Claimed
-    from .claims import Relay
+    from ..planes.contract.operations import Claimed
+    from .outcome import Relay
     from .runner import Process, Runner
 
 __all__ = ["Child", "Rules"]

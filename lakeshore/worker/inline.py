@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from ..invoke import Done, Emit, Site, invoke
+from ..body.execute import Done, Emit, Site, invoke
 
 if TYPE_CHECKING:
-    from ..planes.contract import Claimed
+    from ..planes.contract.operations import Claimed
 
 __all__ = ["Inline"]
 

@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
-from .._loops import worker_runs_here
+from ..body.execute import Done, Site, describe, failed, leaves, refused
+from ..concurrency.loops import worker_runs_here
 from ..errors import DispatchError, PlaneUnavailable
-from ..functions.load import check_policy
-from ..invoke import Done, Site, describe, failed, leaves, refused
-from ..planes.contract import Claimed, Fence, Requeue
+from ..functions.resolve import check_policy
+from ..planes.auth_grace import Refusals
+from ..planes.contract.operations import Claimed, Fence, Requeue
+from ..planes.lease_keeper import LeaseKeeper
 from ..settings import read_settings
-from .claims import Executor, Reason, Running, Terms
 from .inline import Inline
-from .leases import LeaseKeeper
-from .refusals import Refusals
+from .outcome import Executor, Reason, Running, Terms
 from .slots import Slots, in_own_context, was_cancelled_from_outside
 
 if TYPE_CHECKING:
+    from ..client.queue import Queue
     from ..planes.plane import Plane
-    from ..queue import Queue
 
 __all__ = ["Worker", "run_executor", "run_worker"]
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import anyio
 
-from .._loops import spawn
+from ..concurrency.loops import spawn
 from ..errors import DispatchError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from ..daemon.workdir import Folder
-    from ..planes.contract import Failure
+    from ..planes.contract.records import Failure
 
 __all__ = ["Exit", "Launch", "Process", "Runner", "start_or_undo", "to_the_end"]
 

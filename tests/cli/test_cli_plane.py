@@ -17,7 +17,8 @@ from cli_kit import HERE, Process, cli, environment, worker
 from helpers import wait_until_sync
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import RowFilter, Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,9 +12,9 @@ import runner_jobs
 from cli_kit import appears, cli, environment, worker
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore._loops import portal
+from dreamlake.lakeshore.concurrency.loops import portal
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.wire import pack
 
 if TYPE_CHECKING:

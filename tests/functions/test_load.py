@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.errors import TransportError
 from dreamlake.lakeshore.functions import pickles, source
-from dreamlake.lakeshore.functions.load import check_runtime, resolve_fn
-from dreamlake.lakeshore.functions.ship import build_fn, source_hash
+from dreamlake.lakeshore.functions.resolve import check_runtime, resolve_fn
+from dreamlake.lakeshore.functions.serialize import build_fn, source_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -279,7 +279,7 @@ def test_R78_a_missing_module_names_the_place_and_the_fix() -> None:
 R78 = """
 import os, sys
 from dreamlake.lakeshore.errors import TransportError
-from dreamlake.lakeshore.functions.load import resolve_fn
+from dreamlake.lakeshore.functions.resolve import resolve_fn
 os.chdir(sys.argv[1])
 os.rmdir(sys.argv[1])
 try:
@@ -470,7 +470,7 @@ def test_D12_R108_other_callables_are_refused_whatever_name_leads_to_them(folder
         ("os", "system"), ("posix", "system"), ("subprocess", "run"), ("pickle", "loads"), ("builtins", "eval"),
         ("importlib", "import_module"), ("runpy", "run_path"), ("code", "interact"), ("os.path", "join"),
         ("cloudpickle", "loads"), ("hypothesis", "given"), ("pytest", "main"), ("_pytest.config", "main"),
-        ("dreamlake.lakeshore.functions.pickles", "loads"), ("dreamlake.lakeshore.functions.load", "resolve_fn"),
+        ("dreamlake.lakeshore.functions.pickles", "loads"), ("dreamlake.lakeshore.functions.resolve", "resolve_fn"),
     ],
 )  # fmt: skip
 def test_D12_library_functions_are_refused(module: str, qualname: str) -> None:
@@ -490,7 +490,7 @@ def test_the_refusal_names_the_module_to_allow() -> None:
 CLOSED = """
 import sys
 from dreamlake.lakeshore.errors import TransportError
-from dreamlake.lakeshore.functions.load import resolve_fn
+from dreamlake.lakeshore.functions.resolve import resolve_fn
 for name in ("antigravity", "this", "idlelib.idle", "json.__main__", "user_main.__main__", "turtledemo.clock"):
     try:
         resolve_fn({"module": name, "qualname": "f"}, allow_pickled=False)
@@ -665,7 +665,7 @@ def test_R70_a_look_without_a_hash_keeps_the_text_all_the_same(folder: Any) -> N
 
 SUBMIT = """
 import importlib, json, sys
-from dreamlake.lakeshore.functions.ship import build_fn
+from dreamlake.lakeshore.functions.serialize import build_fn
 module = importlib.import_module(sys.argv[1])
 if "wait" in sys.argv:
     print("imported", flush=True)

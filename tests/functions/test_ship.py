@@ -19,10 +19,17 @@ import cloudpickle
 import pytest
 from ulid import ULID
 
-from dreamlake.lakeshore.context import invocation_scope, scope
+from dreamlake.lakeshore.body.context import invocation_scope, scope
 from dreamlake.lakeshore.errors import EncodeError, TransportError
-from dreamlake.lakeshore.functions.load import resolve_fn
-from dreamlake.lakeshore.functions.ship import INLINE_PICKLE_LIMIT, Thunk, build_fn, importable, source_hash, thunk
+from dreamlake.lakeshore.functions.resolve import resolve_fn
+from dreamlake.lakeshore.functions.serialize import (
+    INLINE_PICKLE_LIMIT,
+    Thunk,
+    build_fn,
+    importable,
+    source_hash,
+    thunk,
+)
 from dreamlake.lakeshore.wire import Envelope, pack, unpack
 
 if TYPE_CHECKING:
@@ -366,7 +373,7 @@ def test_auto_takes_along_what_is_captured_and_names_the_rest() -> None:
 
 R77_LOADS = """
 import sys
-from dreamlake.lakeshore.functions.load import resolve_fn
+from dreamlake.lakeshore.functions.resolve import resolve_fn
 from dreamlake.lakeshore.wire import unpack
 sys.stdout.write(str(resolve_fn(unpack(sys.stdin.buffer.read()), allow_pickled=True)(3)))
 """
@@ -405,8 +412,8 @@ def test_R77_annotations_that_only_the_submitter_can_import(folder: Any) -> None
 MAIN = """
 import sys
 from dreamlake.lakeshore.errors import TransportError
-from dreamlake.lakeshore.functions.ship import build_fn, importable
-from dreamlake.lakeshore.functions.load import resolve_fn
+from dreamlake.lakeshore.functions.serialize import build_fn, importable
+from dreamlake.lakeshore.functions.resolve import resolve_fn
 
 def f(x):
     return helper(x) + 1

@@ -26,14 +26,14 @@ from dreamlake.lakeshore import (
     Queue,
     StreamRestarted,
     TransportError,
-    _loops,
     run,
     run_worker,
     scope,
     thunk,
     udf,
 )
-from dreamlake.lakeshore import queue as queue_module
+from dreamlake.lakeshore.client import queue as queue_module
+from dreamlake.lakeshore.concurrency import loops as _loops
 from dreamlake.lakeshore.functions import pickles
 
 if TYPE_CHECKING:

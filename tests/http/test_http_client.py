@@ -35,13 +35,14 @@ from http_kit import (
 from proxy import proxy_before
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore._loops import portal
+from dreamlake.lakeshore.concurrency.loops import portal
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes import engine
-from dreamlake.lakeshore.planes.contract import Claim, Fence, Finish, RowFilter, Submit
-from dreamlake.lakeshore.planes.http import watch
+from dreamlake.lakeshore.planes.contract.operations import Claim, Fence, Finish, Submit
+from dreamlake.lakeshore.planes.contract.records import RowFilter
+from dreamlake.lakeshore.planes.http import long_polls as watch
 from dreamlake.lakeshore.planes.http.store import HttpStore
-from dreamlake.lakeshore.planes.protocol import TooLarge
+from dreamlake.lakeshore.planes.protocol.routes import TooLarge
 from dreamlake.lakeshore.server.limits import Limits
 from dreamlake.lakeshore.server.tokens import create_token
 

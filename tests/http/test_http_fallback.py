@@ -20,8 +20,9 @@ from http_kit import HERE, Process, read_into, requests_of
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Claim, Fence, RowFilter
-from dreamlake.lakeshore.planes.http import plain
+from dreamlake.lakeshore.planes.contract.operations import Claim, Fence
+from dreamlake.lakeshore.planes.contract.records import RowFilter
+from dreamlake.lakeshore.planes.http import older_server as plain
 from dreamlake.lakeshore.testing import running_worker
 
 if TYPE_CHECKING:

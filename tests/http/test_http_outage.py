@@ -19,7 +19,8 @@ from helpers import quiet, wait_until
 from proxy import proxy_before
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Fence, RowFilter
+from dreamlake.lakeshore.planes.contract.operations import Fence
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.planes.http import client
 from dreamlake.lakeshore.testing import running_worker
 
@@ -251,8 +252,8 @@ async def test_connections_that_died_without_a_word_are_given_up(
     """As behind a router that has forgotten them. Here the seconds that this takes are made few."""
     monkeypatch.setattr(client, "ANSWER_S", 1.0)
     monkeypatch.setattr(client, "HELD_ANSWER_S", 1.0)
-    monkeypatch.setattr("dreamlake.lakeshore.planes.held.HELD_S", 1.0)
-    monkeypatch.setattr("dreamlake.lakeshore.planes.http.watch.HELD_S", 1.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.remote_plane.HELD_S", 1.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.http.long_polls.HELD_S", 1.0)
     server = started.server(tmp_path / "plane.db")
     marks = tmp_path / "marks"
     with proxy_before(server.port) as proxy:

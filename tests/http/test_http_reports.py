@@ -19,8 +19,9 @@ from http_kit import Processes, Server, read_into, requests_of, served_fresh
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes import held
-from dreamlake.lakeshore.planes.contract import Fence, FinalFrame, RowFilter, Submit
+from dreamlake.lakeshore.planes import remote_plane as held
+from dreamlake.lakeshore.planes.contract.operations import Fence, FinalFrame, Submit
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.testing import running_worker
 
 if TYPE_CHECKING:

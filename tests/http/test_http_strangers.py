@@ -16,8 +16,8 @@ from http_kit import requests_of, scripted
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Claim, Fence, Finish, Submit
-from dreamlake.lakeshore.planes.http import plain
+from dreamlake.lakeshore.planes.contract.operations import Claim, Fence, Finish, Submit
+from dreamlake.lakeshore.planes.http import older_server as plain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

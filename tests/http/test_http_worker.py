@@ -14,7 +14,8 @@ from http_kit import HERE, Processes, Server, read_into, server_process
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Fence, RowFilter
+from dreamlake.lakeshore.planes.contract.operations import Fence
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.server.tokens import create_token
 from dreamlake.lakeshore.testing import running_worker
 

@@ -15,7 +15,7 @@ from wire_proxy import CallProxy
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Fence
+from dreamlake.lakeshore.planes.contract.operations import Fence
 from dreamlake.lakeshore.testing import leaving
 from dreamlake.lakeshore.testing.lab import RULES
 

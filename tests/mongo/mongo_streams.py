@@ -11,7 +11,7 @@ import anyio
 from helpers import wait_until
 from mongo_kit import fence, fresh_ns
 
-from dreamlake.lakeshore.planes.contract import Claimed, FinalFrame
+from dreamlake.lakeshore.planes.contract.operations import Claimed, FinalFrame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,7 +12,9 @@ from mongo_kit import Stored, fence, own_mongo, own_redis
 from mongo_streams import admin, begun, streaming, told
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Failure, Fence, FinalFrame, Finish, News, Submit
+from dreamlake.lakeshore.planes.contract.news import News
+from dreamlake.lakeshore.planes.contract.operations import Fence, FinalFrame, Finish, Submit
+from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.planes.mongo.bodies import ENVELOPE, FINAL, RESULT
 from dreamlake.lakeshore.planes.mongo.documents import NAMES, SMALL, date, seconds
 
@@ -21,12 +23,12 @@ if TYPE_CHECKING:
 
     from mongo_kit import Place
 
-    from dreamlake.lakeshore.planes.mongo.live import Live
+    from dreamlake.lakeshore.planes.mongo.redis_news import Live
 
 pytestmark = pytest.mark.anyio
 asyncio_only = pytest.mark.parametrize("anyio_backend", ["asyncio"])  # nothing here differs by the loop
 
-LIVE = "dreamlake.lakeshore.planes.mongo.live"
+LIVE = "dreamlake.lakeshore.planes.mongo.redis_news"
 
 
 def live_of(plane: dls.MongoDispatch) -> Live:

@@ -10,7 +10,8 @@ from helpers import wait_until
 from mongo_kit import Stored, fence
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Append, Failure, FinalFrame, Finish, RowFilter, Submit
+from dreamlake.lakeshore.planes.contract.operations import Append, FinalFrame, Finish, Submit
+from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

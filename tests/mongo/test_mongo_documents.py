@@ -10,7 +10,9 @@ from helpers import in_one_of, quiet, wait_until
 from mongo_kit import fence, fresh_ns
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Failure, Fence, FinalFrame, Finish, RowFilter, Submit, worker_lost
+from dreamlake.lakeshore.planes.contract.failures import worker_lost
+from dreamlake.lakeshore.planes.contract.operations import Fence, FinalFrame, Finish, Submit
+from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
 from dreamlake.lakeshore.planes.mongo.clock import MERCY, DatabaseClock
 from dreamlake.lakeshore.planes.mongo.connection import Database, shown_url
 from dreamlake.lakeshore.planes.mongo.documents import (

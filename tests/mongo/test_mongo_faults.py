@@ -13,19 +13,18 @@ from mongo_kit import IMPATIENT, Stored, fence, fresh_ns
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import (
+from dreamlake.lakeshore.planes.contract.operations import (
     Append,
     Appended,
     Beat,
     Beaten,
     Cancel,
     Claimed,
-    Failure,
     FinalFrame,
     Finish,
-    RowFilter,
     Submit,
 )
+from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -13,7 +13,8 @@ from mongo_kit import Stored, fence
 from mongo_streams import begun
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Finish, RowFilter
+from dreamlake.lakeshore.planes.contract.operations import Finish
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.planes.hub import Waiter
 from dreamlake.lakeshore.planes.migrate import Migration
 from dreamlake.lakeshore.planes.mongo.documents import date
@@ -137,7 +138,7 @@ async def test_frames_that_were_promised_and_never_came_hold_readers_up_no_longe
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that is killed between promising and inserting frames, and then the worker, who would repeat them."""
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.frames.SETTLES", 1.5)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.append.SETTLES", 1.5)
     async with place.plane() as plane:
         stream = await begun(plane)
         await stream.send(2)
@@ -171,7 +172,7 @@ async def test_a_server_that_stood_still_adds_no_frames_where_readers_have_gone_
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had promised their numbers; whose they were has lost its claim since."""
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.frames.SETTLES", 1.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.append.SETTLES", 1.0)
     with place.proxied() as (slow, proxy):
         async with slow.plane() as still, place.plane() as plane:
             stream = await begun(plane)
@@ -203,7 +204,7 @@ async def test_readers_are_woken_when_they_may_go_on_behind_what_never_came(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing happens then that there could be news of."""
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.frames.SETTLES", 4.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.append.SETTLES", 4.0)
     monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.OVERLAP", 1.0)
     monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.ALL", 600.0)
     async with place.plane() as plane, place.plane() as elsewhere:

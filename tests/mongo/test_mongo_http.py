@@ -21,7 +21,8 @@ from mongo_kit import TIMED, MongoServer, own_redis
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Fence, RowFilter
+from dreamlake.lakeshore.planes.contract.operations import Fence
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.testing import check_plane
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes import migrate
-from dreamlake.lakeshore.planes.contract import Failure, Fence, RowFilter
+from dreamlake.lakeshore.planes.contract.operations import Fence
+from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
 from dreamlake.lakeshore.testing.sequences import Sequence
 
 sys.path += [

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from mongo_kit import fence, own_redis
 from mongo_streams import admin, subscribers
 
-from dreamlake.lakeshore.planes.contract import TERMINAL, Failure, News, Outcome
-from dreamlake.lakeshore.planes.mongo import births as births_module
-from dreamlake.lakeshore.planes.mongo.births import Births
-from dreamlake.lakeshore.planes.mongo.live import HEARD
-from dreamlake.lakeshore.planes.mongo.news import NAMES, SMALL, Told, pack, unpack
+from dreamlake.lakeshore.planes.contract.news import News
+from dreamlake.lakeshore.planes.contract.records import TERMINAL, Failure, Outcome
+from dreamlake.lakeshore.planes.mongo import incarnation as births_module
+from dreamlake.lakeshore.planes.mongo.incarnation import Births
+from dreamlake.lakeshore.planes.mongo.redis_messages import NAMES, SMALL, Told, pack, unpack
+from dreamlake.lakeshore.planes.mongo.redis_news import HEARD
 from dreamlake.lakeshore.wire._msgpack import packb
 
 if TYPE_CHECKING:

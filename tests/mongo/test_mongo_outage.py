@@ -10,7 +10,8 @@ from helpers import wait_until
 from mongo_kit import IMPATIENT, fence, fresh_ns, own_mongo
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Claimed, FinalFrame, RowFilter
+from dreamlake.lakeshore.planes.contract.operations import Claimed, FinalFrame
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from mongo_services import Service, in_database
 from mongo_streams import admin, streaming, subscribers, told
 
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Claimed, FinalFrame
+from dreamlake.lakeshore.planes.contract.operations import Claimed, FinalFrame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

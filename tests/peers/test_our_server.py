@@ -17,7 +17,7 @@ from peer_kit import Peer, ours, start_server
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Reap
+from dreamlake.lakeshore.planes.contract.operations import Reap
 from dreamlake.lakeshore.server.tokens import create_token
 
 if TYPE_CHECKING:

@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from helpers import fresh_python
 
-from dreamlake.lakeshore.planes.contract import (
-    TERMINAL,
+from dreamlake.lakeshore.planes.contract.operations import (
     Claim,
     Claimed,
-    Failure,
     Fence,
     FinalFrame,
     Finish,
     Operation,
     Requeue,
-    Row,
-    RowFilter,
 )
+from dreamlake.lakeshore.planes.contract.records import TERMINAL, Failure, Row, RowFilter
 from dreamlake.lakeshore.planes.migrate import Migration
 from dreamlake.lakeshore.testing.sequences import QUEUES
 

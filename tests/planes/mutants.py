@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dreamlake.lakeshore.planes.model import Model
-from dreamlake.lakeshore.planes.moves import CONDITIONS, EFFECTS, Invocation, Moment
-from dreamlake.lakeshore.planes.states import TABLE, Condition, Effect, Rule
+from dreamlake.lakeshore.testing.reference.effects import CONDITIONS, EFFECTS, Invocation, Moment
+from dreamlake.lakeshore.testing.reference.model import Model
+from dreamlake.lakeshore.testing.reference.transitions import TABLE, Condition, Effect, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dreamlake.lakeshore.planes.contract import (
+    from dreamlake.lakeshore.planes.contract.operations import (
         Append,
         Beat,
         Claim,
         Claimed,
         Finish,
         Operation,
-        Outcome,
-        Page,
         Restore,
-        RowFilter,
         Submit,
     )
+    from dreamlake.lakeshore.planes.contract.records import Outcome, Page, RowFilter
 
 __all__ = ["MUTANTS", "Mutant", "NewestFirst"]
 

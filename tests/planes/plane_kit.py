@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from dreamlake.lakeshore.planes.model import Model
 from dreamlake.lakeshore.planes.plane import Plane
+from dreamlake.lakeshore.testing.reference.model import Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

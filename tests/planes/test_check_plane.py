@@ -14,15 +14,15 @@ from mutants import MUTANTS, Mutant, NewestFirst
 from plane_kit import FakeClock, holder_of_model, model_planes
 
 from dreamlake.lakeshore.planes.hub import Hub
-from dreamlake.lakeshore.planes.model import Model
 from dreamlake.lakeshore.planes.plane import Engine, Plane
-from dreamlake.lakeshore.planes.states import TABLE, Rule
 from dreamlake.lakeshore.testing import check_plane
 from dreamlake.lakeshore.testing.lab import RULES
+from dreamlake.lakeshore.testing.reference.model import Model
+from dreamlake.lakeshore.testing.reference.transitions import TABLE, Rule
 from dreamlake.lakeshore.testing.sequences import Sequence
 
 if TYPE_CHECKING:
-    from dreamlake.lakeshore.planes.contract import News
+    from dreamlake.lakeshore.planes.contract.news import News
 
 pytestmark = pytest.mark.anyio
 

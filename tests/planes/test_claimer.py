@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import anyio
 import pytest
 from helpers import wait_until
 
 from dreamlake.lakeshore import Dispatch
-from dreamlake.lakeshore.planes.contract import Claimed, RowFilter
+from dreamlake.lakeshore.planes.contract.records import RowFilter
+
+if TYPE_CHECKING:
+    from dreamlake.lakeshore.planes.contract.operations import Claimed
 
 pytestmark = pytest.mark.anyio
 

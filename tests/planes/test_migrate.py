@@ -16,17 +16,8 @@ from plane_kit import FakeClock, model_planes
 
 from dreamlake.lakeshore.errors import DispatchError
 from dreamlake.lakeshore.planes import migrate
-from dreamlake.lakeshore.planes.contract import (
-    Claimed,
-    Failure,
-    Fence,
-    Finish,
-    Requeue,
-    Restore,
-    RowFilter,
-    Submit,
-    weight_of,
-)
+from dreamlake.lakeshore.planes.contract.operations import Claimed, Fence, Finish, Requeue, Restore, Submit, weight_of
+from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
 from dreamlake.lakeshore.planes.http.store import HttpDispatch
 from dreamlake.lakeshore.planes.migrate import Migration, check_at_rest, settle
 from dreamlake.lakeshore.planes.sqlite.store import Dispatch

@@ -8,8 +8,8 @@ import pytest
 from plane_kit import FakeClock
 
 from dreamlake.lakeshore.errors import ClaimLost, InvocationNotFound
-from dreamlake.lakeshore.planes.contract import (
-    TERMINAL,
+from dreamlake.lakeshore.planes.contract.failures import claim_lost, final_error
+from dreamlake.lakeshore.planes.contract.operations import (
     Append,
     Appended,
     Beat,
@@ -18,32 +18,27 @@ from dreamlake.lakeshore.planes.contract import (
     Cancelled,
     Claim,
     Claimed,
-    Failure,
     Fence,
     FinalFrame,
     Finish,
     Operation,
-    Outcome,
-    Page,
     Purge,
     Reap,
     Reaped,
     Requeue,
     Requeued,
-    RowFilter,
     Submit,
 )
-from dreamlake.lakeshore.planes.model import Model
-from dreamlake.lakeshore.planes.moves import CONDITIONS, EFFECTS
-from dreamlake.lakeshore.planes.states import (
+from dreamlake.lakeshore.planes.contract.records import TERMINAL, Failure, Outcome, Page, RowFilter
+from dreamlake.lakeshore.testing.reference.effects import CONDITIONS, EFFECTS
+from dreamlake.lakeshore.testing.reference.model import Model
+from dreamlake.lakeshore.testing.reference.transitions import (
     TABLE,
     Condition,
     Effect,
     Event,
     Rule,
     Standing,
-    claim_lost,
-    final_error,
     find_rule,
 )
 from dreamlake.lakeshore.wire.frames import Frame, FrameKind

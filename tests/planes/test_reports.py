@@ -11,7 +11,8 @@ import pytest
 from helpers import wait_until
 
 from dreamlake.lakeshore import ClaimLost, Dispatch, Queue, WireError
-from dreamlake.lakeshore.planes.contract import Claim, Claimed, Fence, FinalFrame, RowFilter
+from dreamlake.lakeshore.planes.contract.operations import Claim, Claimed, Fence, FinalFrame
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 
 if TYPE_CHECKING:
     from pathlib import Path

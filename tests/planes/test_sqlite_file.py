@@ -20,9 +20,21 @@ import pytest
 from helpers import fresh_python, run_python, wait_until
 
 from dreamlake.lakeshore import Dispatch, DispatchError, PlaneUnavailable
-from dreamlake.lakeshore.planes.contract import Claim, Claimed, Fence, Finish, Reap, RowFilter, Submit
-from dreamlake.lakeshore.planes.sqlite import database, direct, presence, reads
-from dreamlake.lakeshore.planes.sqlite.bells import jobs_of
+from dreamlake.lakeshore.planes.contract.operations import Claim, Claimed, Fence, Finish, Reap, Submit
+from dreamlake.lakeshore.planes.contract.records import RowFilter
+from dreamlake.lakeshore.planes.sqlite import (
+    connection as database,
+)
+from dreamlake.lakeshore.planes.sqlite import (
+    inline_writer as direct,
+)
+from dreamlake.lakeshore.planes.sqlite import (
+    liveness as presence,
+)
+from dreamlake.lakeshore.planes.sqlite import (
+    read as reads,
+)
+from dreamlake.lakeshore.planes.sqlite.doorbell import jobs_of
 from dreamlake.lakeshore.planes.sqlite.rows import PIECE
 from dreamlake.lakeshore.planes.sqlite.store import SqliteStore
 
@@ -454,7 +466,8 @@ async def test_others_are_woken_by_a_bell(path: Path) -> None:
 
 
 async def test_a_waiter_without_a_bell_finds_it_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dreamlake.lakeshore.planes.sqlite import bells, presence
+    from dreamlake.lakeshore.planes.sqlite import doorbell as bells
+    from dreamlake.lakeshore.planes.sqlite import liveness as presence
 
     monkeypatch.setattr(presence, "datagram_socket", lambda: None)
     monkeypatch.setattr(bells, "datagram_socket", lambda: None)
@@ -519,7 +532,7 @@ async def test_a_job_rings_those_who_wait_for_its_queue(path: Path) -> None:
 
 
 async def test_a_bell_that_was_taken_away_is_hung_up_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dreamlake.lakeshore.planes.sqlite import bells
+    from dreamlake.lakeshore.planes.sqlite import doorbell as bells
 
     monkeypatch.setattr(bells, "_LOOK", 0.2)
     async with Dispatch(path) as one, Dispatch(path) as other, anyio.create_task_group() as group:
@@ -728,7 +741,7 @@ async def test_a_stopped_process_does_not_hold_up_the_others_for_ever(
 ) -> None:
     import fcntl
 
-    from dreamlake.lakeshore.planes.sqlite import presence
+    from dreamlake.lakeshore.planes.sqlite import liveness as presence
 
     monkeypatch.setattr(presence, "_PATIENCE", 0.3)
     async with Dispatch(path) as plane:
@@ -948,7 +961,7 @@ def test_R95_R96_many_processes_open_one_new_file(path: Path) -> None:
     script = """
         import anyio, sys
         from dreamlake.lakeshore import Dispatch
-        from dreamlake.lakeshore.planes.contract import Fence
+        from dreamlake.lakeshore.planes.contract.store import Fence
         async def main():
             mine = []
             async with Dispatch(sys.argv[1]) as plane:

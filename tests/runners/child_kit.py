@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from dreamlake.lakeshore.invoke import leaves
+from dreamlake.lakeshore.body.execute import leaves
+from dreamlake.lakeshore.runners.process.runner import ProcessRunner, child_environ
 from dreamlake.lakeshore.worker.child import Child, Rules
-from dreamlake.lakeshore.worker.claims import Terms
 from dreamlake.lakeshore.worker.loop import run_executor
-from dreamlake.lakeshore.worker.runners.process import ProcessRunner, child_environ
+from dreamlake.lakeshore.worker.outcome import Terms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping

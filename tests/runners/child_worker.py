@@ -18,8 +18,8 @@ from child_kit import TERMS, process_runner
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.worker.child import Child, Rules
-from dreamlake.lakeshore.worker.claims import Terms
 from dreamlake.lakeshore.worker.loop import run_executor
+from dreamlake.lakeshore.worker.outcome import Terms
 
 
 async def main(path: str, folder: str, terms: dict[str, Any]) -> None:

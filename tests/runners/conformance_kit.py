@@ -17,8 +17,9 @@ import pytest
 from helpers import wait_until_sync
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore._loops import portal
-from dreamlake.lakeshore.planes.contract import RowFilter, Submit
+from dreamlake.lakeshore.concurrency.loops import portal
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from engine_kit import Engine
 
-    from dreamlake.lakeshore.planes.contract import Row
+    from dreamlake.lakeshore.planes.contract.records import Row
     from dreamlake.lakeshore.wire import Envelope
 
 __all__ = ["LIMIT", "Site", "Worker", "skip_without"]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from helpers import wait_until
 
 from dreamlake.lakeshore.daemon.workdir import Folder, Orders
+from dreamlake.lakeshore.runners.kube.runner import KubeRunner
 from dreamlake.lakeshore.worker.runner import Launch
-from dreamlake.lakeshore.worker.runners.kube import KubeRunner
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -11,9 +11,9 @@ import pytest
 from child_kit import holders, process_runner
 
 import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.body.execute import Pace
 from dreamlake.lakeshore.daemon.workdir import Folder
-from dreamlake.lakeshore.invoke import Pace
-from dreamlake.lakeshore.planes.contract import Claimed
+from dreamlake.lakeshore.planes.contract.operations import Claimed
 from dreamlake.lakeshore.testing.leaving import WAYS, Caller, Way
 from dreamlake.lakeshore.wire import unpack
 from dreamlake.lakeshore.worker.child import Child, Rules

@@ -15,14 +15,14 @@ from helpers import wait_until
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.runners.process.runner import ProcessRunner
 from dreamlake.lakeshore.wire import pack
-from dreamlake.lakeshore.worker.runners.process import ProcessRunner
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dreamlake.lakeshore.planes.contract import Row
+    from dreamlake.lakeshore.planes.contract.records import Row
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("each_start")]
 

@@ -12,8 +12,8 @@ from helpers import wait_until
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.errors import DispatchError
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Submit
-from dreamlake.lakeshore.worker.runners.process import ProcessRunner
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.runners.process.runner import ProcessRunner
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from helpers import wait_until
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.errors import ClaimLost, InvocationKilled, InvocationTimedOut
-from dreamlake.lakeshore.planes.contract import Fence, Finish
+from dreamlake.lakeshore.planes.contract.operations import Fence, Finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from subprocess import Popen
 
-    from dreamlake.lakeshore.planes.contract import Row
+    from dreamlake.lakeshore.planes.contract.records import Row
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("each_start")]
 

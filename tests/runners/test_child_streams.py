@@ -13,8 +13,8 @@ from helpers import wait_until
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.errors import InvocationFailed, StreamRestarted, WireError
 from dreamlake.lakeshore.wire import Frame, FrameKind
-from dreamlake.lakeshore.worker import tail
-from dreamlake.lakeshore.worker.tail import FrameTail
+from dreamlake.lakeshore.worker import frame_tail as tail
+from dreamlake.lakeshore.worker.frame_tail import FrameTail
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,14 +12,14 @@ from child_kit import children, environ, folders, holders
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Failure
+from dreamlake.lakeshore.planes.contract.records import Failure
+from dreamlake.lakeshore.runners.process.runner import ProcessRunner
 from dreamlake.lakeshore.worker.runner import Exit
-from dreamlake.lakeshore.worker.runners.process import ProcessRunner
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dreamlake.lakeshore.planes.contract import Row
+    from dreamlake.lakeshore.planes.contract.records import Row
     from dreamlake.lakeshore.worker.runner import Launch, Process
 
 pytestmark = pytest.mark.anyio

@@ -25,17 +25,18 @@ from helpers import wait_until, wait_until_sync
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.daemon.workdir import Folder, Orders
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.runners import attached_client as followed
+from dreamlake.lakeshore.runners.docker import runner as container
+from dreamlake.lakeshore.runners.docker.runner import DockerRunner
+from dreamlake.lakeshore.runners.process.runner import child_environ
 from dreamlake.lakeshore.wire import pack
 from dreamlake.lakeshore.worker.runner import Launch, to_the_end
-from dreamlake.lakeshore.worker.runners import container, followed
-from dreamlake.lakeshore.worker.runners.container import DockerRunner
-from dreamlake.lakeshore.worker.runners.process import child_environ
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dreamlake.lakeshore.planes.contract import Row
+    from dreamlake.lakeshore.planes.contract.records import Row
 
 pytestmark = pytest.mark.anyio
 PATIENCE = 60.0
@@ -315,7 +316,7 @@ async def test_an_engine_out_of_reach(queue: dls.Queue, tmp_path: Path) -> None:
 async def test_an_engine_that_does_not_answer(
     queue: dls.Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dreamlake.lakeshore.worker.runners import docker_client
+    from dreamlake.lakeshore.runners.docker import client as docker_client
 
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 60\n")

@@ -29,7 +29,7 @@ from pathlib import Path
 import anyio, child_kit
 from dreamlake.lakeshore.daemon.workdir import Folder, Orders
 from dreamlake.lakeshore.worker.runner import Launch
-from dreamlake.lakeshore.worker.runners import process
+from dreamlake.lakeshore.runners.process import runner as process
 
 def dies(reading, group):
     print(group, flush=True)

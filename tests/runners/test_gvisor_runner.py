@@ -23,19 +23,19 @@ from test_container_runner import launch
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.runners.attached_client import NO_PLANE
+from dreamlake.lakeshore.runners.docker import gvisor as runsc
+from dreamlake.lakeshore.runners.docker.gvisor import GvisorRunner, RunscRunner
+from dreamlake.lakeshore.runners.docker.runner import DockerRunner
+from dreamlake.lakeshore.runners.process.runner import child_environ
 from dreamlake.lakeshore.wire import pack
 from dreamlake.lakeshore.worker.runner import to_the_end
-from dreamlake.lakeshore.worker.runners import runsc
-from dreamlake.lakeshore.worker.runners.container import DockerRunner
-from dreamlake.lakeshore.worker.runners.followed import NO_PLANE
-from dreamlake.lakeshore.worker.runners.process import child_environ
-from dreamlake.lakeshore.worker.runners.runsc import GvisorRunner, RunscRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dreamlake.lakeshore.planes.contract import Row
+    from dreamlake.lakeshore.planes.contract.records import Row
 
 pytestmark = pytest.mark.anyio
 PATIENCE = 60.0

@@ -18,9 +18,10 @@ from child_kit import children, folders
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.daemon import workdir
 from dreamlake.lakeshore.daemon.workdir import Folder, last_output, prune, read_error, read_file
-from dreamlake.lakeshore.planes.contract import Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.wire import pack
-from dreamlake.lakeshore.worker import child, tail
+from dreamlake.lakeshore.worker import child
+from dreamlake.lakeshore.worker import frame_tail as tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

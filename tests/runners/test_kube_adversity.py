@@ -13,13 +13,15 @@ from kube_runs import SLEEPS, begun, launch, make, running
 from kube_server import NAMESPACE, TOKEN, Fault, Server, serving
 
 from dreamlake.lakeshore.errors import DispatchError
+from dreamlake.lakeshore.runners.kube import api as kube_api
+from dreamlake.lakeshore.runners.kube import guard as kube_guard
+from dreamlake.lakeshore.runners.kube import watch as kube_watch
+from dreamlake.lakeshore.runners.kube.api import Api
+from dreamlake.lakeshore.runners.kube.config import Cluster, find_cluster
+from dreamlake.lakeshore.runners.kube.guard import Orders
+from dreamlake.lakeshore.runners.kube.job import job_name
+from dreamlake.lakeshore.runners.kube.runner import KubeRunner
 from dreamlake.lakeshore.worker.runner import to_the_end
-from dreamlake.lakeshore.worker.runners import kube_api, kube_guard, kube_watch
-from dreamlake.lakeshore.worker.runners.kube import KubeRunner
-from dreamlake.lakeshore.worker.runners.kube_api import Api
-from dreamlake.lakeshore.worker.runners.kube_config import Cluster, find_cluster
-from dreamlake.lakeshore.worker.runners.kube_guard import Orders
-from dreamlake.lakeshore.worker.runners.kube_job import job_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,9 +16,9 @@ from helpers import needs
 from kube_server import NAMESPACE, TOKEN, Fault, Server, serving
 
 from dreamlake.lakeshore.errors import DispatchError
-from dreamlake.lakeshore.worker.runners.kube_api import Api, Away, Rejected, insist
-from dreamlake.lakeshore.worker.runners.kube_config import Cluster, find_cluster
-from dreamlake.lakeshore.worker.runners.kube_json import entries, meta, part
+from dreamlake.lakeshore.runners.kube.api import Api, Away, Rejected, insist
+from dreamlake.lakeshore.runners.kube.config import Cluster, find_cluster
+from dreamlake.lakeshore.runners.kube.json_fields import entries, meta, part
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -12,8 +12,8 @@ from helpers import needs
 from kube_runs import launch
 
 from dreamlake.lakeshore.cli.runner_table import RUNNERS
-from dreamlake.lakeshore.worker.runners.kube import KubeRunner
-from dreamlake.lakeshore.worker.runners.kube_job import OPTIONS, Shape, User, _merged, job_name, label, manifest
+from dreamlake.lakeshore.runners.kube.job import OPTIONS, Shape, User, _merged, job_name, label, manifest
+from dreamlake.lakeshore.runners.kube.runner import KubeRunner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,17 +17,31 @@ from kube_runs import SLEEPS, begun, launch, make, running
 from kube_server import Fault, Server, serving
 
 from dreamlake.lakeshore.errors import DispatchError
+from dreamlake.lakeshore.runners.kube import (
+    api as kube_api,
+)
+from dreamlake.lakeshore.runners.kube import (
+    guard as kube_guard,
+)
+from dreamlake.lakeshore.runners.kube import (
+    pods as kube_pods,
+)
+from dreamlake.lakeshore.runners.kube import (
+    runner as kube,
+)
+from dreamlake.lakeshore.runners.kube import (
+    watch as kube_watch,
+)
+from dreamlake.lakeshore.runners.kube.guard import Orders
+from dreamlake.lakeshore.runners.kube.job import JOB, WORKER, job_name
 from dreamlake.lakeshore.testing.leaving import WAYS, Caller, Way
 from dreamlake.lakeshore.worker.runner import Exit, Launch, to_the_end
-from dreamlake.lakeshore.worker.runners import kube, kube_api, kube_guard, kube_pods, kube_watch
-from dreamlake.lakeshore.worker.runners.kube_guard import Orders
-from dreamlake.lakeshore.worker.runners.kube_job import JOB, WORKER, job_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from dreamlake.lakeshore.worker.runners.kube import KubeJob, KubeRunner
+    from dreamlake.lakeshore.runners.kube.runner import KubeJob, KubeRunner
 
 pytestmark = pytest.mark.anyio
 STUBBORN = "trap '' TERM; echo began >began; while :; do sleep 0.02; done"

@@ -17,13 +17,13 @@ from helpers import wait_until
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.daemon.workdir import Folder, Orders
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.runners import process_groups as groups
+from dreamlake.lakeshore.runners.process import runner as process_module
+from dreamlake.lakeshore.runners.process.runner import ProcessRunner, child_environ
 from dreamlake.lakeshore.wire import pack
 from dreamlake.lakeshore.worker import child
 from dreamlake.lakeshore.worker.runner import Launch, to_the_end
-from dreamlake.lakeshore.worker.runners import groups
-from dreamlake.lakeshore.worker.runners import process as process_module
-from dreamlake.lakeshore.worker.runners.process import ProcessRunner, child_environ
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,7 +159,7 @@ async def test_a_workdir_that_cannot_be_made_is_a_failure(queue: dls.Queue, tmp_
 
 async def test_an_engine_may_speak_in_place_of_the_child(queue: dls.Queue, tmp_path: Path) -> None:
     """As one does that knows better why a child has ended, and has its output elsewhere."""
-    from dreamlake.lakeshore.planes.contract import Failure
+    from dreamlake.lakeshore.planes.contract.records import Failure
     from dreamlake.lakeshore.worker.runner import Exit
 
     ends = [

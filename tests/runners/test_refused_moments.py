@@ -13,11 +13,11 @@ from child_kit import children, folders
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore._loops import across
-from dreamlake.lakeshore.invoke import leaves
-from dreamlake.lakeshore.planes.contract import Beat
+from dreamlake.lakeshore.body.execute import leaves
+from dreamlake.lakeshore.concurrency.loops import across
+from dreamlake.lakeshore.planes.contract.operations import Beat
+from dreamlake.lakeshore.planes.lease_keeper import LeaseKeeper
 from dreamlake.lakeshore.server.app import create_app
-from dreamlake.lakeshore.worker.leases import LeaseKeeper
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

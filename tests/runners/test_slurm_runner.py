@@ -24,19 +24,19 @@ from helpers import wait_until
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.daemon.workdir import Folder, Orders
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.runners.slurm import runner as slurm
+from dreamlake.lakeshore.runners.slurm.control import FORGOTTEN, Control, Record, Watch
+from dreamlake.lakeshore.runners.slurm.runner import SlurmRunner
 from dreamlake.lakeshore.wire import pack
 from dreamlake.lakeshore.worker.runner import Launch
-from dreamlake.lakeshore.worker.runners import slurm
-from dreamlake.lakeshore.worker.runners.slurm import SlurmRunner
-from dreamlake.lakeshore.worker.runners.slurm_control import FORGOTTEN, Control, Record, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from slurm_kit import Cluster
 
-    from dreamlake.lakeshore.planes.contract import Row
+    from dreamlake.lakeshore.planes.contract.records import Row
 
 pytestmark = pytest.mark.anyio
 

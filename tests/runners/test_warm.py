@@ -17,9 +17,9 @@ from helpers import wait_until
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.contract import Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.runners import process_groups as groups
 from dreamlake.lakeshore.wire import pack
-from dreamlake.lakeshore.worker.runners import groups
 
 if TYPE_CHECKING:
     from pathlib import Path

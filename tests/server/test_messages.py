@@ -18,9 +18,7 @@ from dreamlake.lakeshore.errors import (
     PlaneUnavailable,
     WireError,
 )
-from dreamlake.lakeshore.planes import messages, protocol, views
-from dreamlake.lakeshore.planes.contract import (
-    TERMINAL,
+from dreamlake.lakeshore.planes.contract.operations import (
     Append,
     Appended,
     Beat,
@@ -28,19 +26,18 @@ from dreamlake.lakeshore.planes.contract import (
     Cancelled,
     Claim,
     Claimed,
-    Failure,
     Fence,
     FinalFrame,
     Finish,
-    Outcome,
-    Page,
     Reap,
     Reaped,
     Requeue,
     Requeued,
-    Row,
     Submit,
 )
+from dreamlake.lakeshore.planes.contract.records import TERMINAL, Failure, Outcome, Page, Row
+from dreamlake.lakeshore.planes.protocol import messages, views
+from dreamlake.lakeshore.planes.protocol import routes as protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Failure, Fence
+from dreamlake.lakeshore.planes.contract.operations import Fence
+from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.server import metrics
 from dreamlake.lakeshore.server.metrics import OTHER, Metrics
 

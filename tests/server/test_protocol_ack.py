@@ -26,7 +26,7 @@ from raw_kit import (
 
 from dreamlake.lakeshore import wire
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes import protocol
+from dreamlake.lakeshore.planes.protocol import routes as protocol
 
 if TYPE_CHECKING:
     from raw_kit import Api

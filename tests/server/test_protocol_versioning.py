@@ -35,7 +35,7 @@ from raw_kit import (
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore import wire
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes.protocol import ROUTES
+from dreamlake.lakeshore.planes.protocol.routes import ROUTES
 from dreamlake.lakeshore.server.tokens import TokenFile, create_token
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from server_kit import PATIENCE, Asked, client_of, served
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.errors import PlaneUnavailable
-from dreamlake.lakeshore.planes.contract import Claim, Failure, Fence, Operation, RowFilter
+from dreamlake.lakeshore.planes.contract.operations import Claim, Fence, Operation
+from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
 from dreamlake.lakeshore.server.app import create_app
 from dreamlake.lakeshore.server.limits import Limits
 from dreamlake.lakeshore.server.polls import MOST_REMEMBERED, MOST_WORKERS, REMEMBERED_S, Polls, Renewals

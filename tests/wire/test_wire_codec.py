@@ -16,7 +16,8 @@ from wire_cases import KEYS, PLAIN, as_tuple, nested, refusal, roundtrip, same
 
 from dreamlake.lakeshore import wire
 from dreamlake.lakeshore.errors import EncodeError, WireError
-from dreamlake.lakeshore.wire import codec, refusals
+from dreamlake.lakeshore.wire import codec
+from dreamlake.lakeshore.wire import encode_errors as refusals
 
 # --- plain values ----------------------------------------------------------------------------------------------------
 

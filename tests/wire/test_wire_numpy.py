@@ -12,7 +12,7 @@ from wire_cases import DTYPES, arrays, numpy_scalars, roundtrip, same, values
 
 from dreamlake.lakeshore import wire
 from dreamlake.lakeshore.errors import EncodeError, WireError
-from dreamlake.lakeshore.wire import values as arrays_and_scalars
+from dreamlake.lakeshore.wire import numpy_values as arrays_and_scalars
 
 
 def refusal(value: Any) -> str:

@@ -19,7 +19,7 @@ from helpers import wait_until, wait_until_sync
 from processes import workers
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Beat
+from dreamlake.lakeshore.planes.contract.operations import Beat
 from dreamlake.lakeshore.testing import running_worker
 
 if TYPE_CHECKING:

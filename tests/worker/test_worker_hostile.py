@@ -11,19 +11,20 @@ from anyio.lowlevel import checkpoint
 from helpers import needs
 
 import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.body.execute import Done, describe, leaves
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.invoke import Done, describe, leaves
-from dreamlake.lakeshore.planes.contract import Failure, Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
+from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.testing import running_worker
 from dreamlake.lakeshore.wire import Envelope, pack
-from dreamlake.lakeshore.worker.claims import Terms
 from dreamlake.lakeshore.worker.loop import Worker
+from dreamlake.lakeshore.worker.outcome import Terms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from dreamlake.lakeshore.planes.contract import Claimed
-    from dreamlake.lakeshore.worker.claims import Emit
+    from dreamlake.lakeshore.planes.contract.operations import Claimed
+    from dreamlake.lakeshore.worker.outcome import Emit
 
 pytestmark = pytest.mark.anyio
 

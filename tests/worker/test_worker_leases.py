@@ -13,17 +13,17 @@ import worker_bodies as bodies
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore import _loops
-from dreamlake.lakeshore.planes.contract import Append, Beat, Claim, Claimed, Fence, Finish, Reap, Requeue
+from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.planes.contract.operations import Append, Beat, Claim, Claimed, Fence, Finish, Reap, Requeue
+from dreamlake.lakeshore.planes.lease_keeper import LeaseKeeper
 from dreamlake.lakeshore.testing import running_worker
 from dreamlake.lakeshore.worker import loop as loop_module
-from dreamlake.lakeshore.worker.leases import LeaseKeeper
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from dreamlake.lakeshore.planes.contract import Operation
+    from dreamlake.lakeshore.planes.contract.operations import Operation
 
 pytestmark = pytest.mark.anyio
 

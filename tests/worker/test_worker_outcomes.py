@@ -10,7 +10,7 @@ import worker_bodies as bodies
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Submit
+from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.testing import running_worker
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from helpers import fresh_python, run_python, wait_until
 from processes import HERE, workers
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Reap
+from dreamlake.lakeshore.planes.contract.operations import Reap
 from dreamlake.lakeshore.planes.sqlite.store import SqliteStore
 from dreamlake.lakeshore.testing import running_worker
 

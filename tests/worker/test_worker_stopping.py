@@ -14,12 +14,12 @@ from helpers import at_best, wait_until
 from reading import read_into
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Reap
+from dreamlake.lakeshore.planes.contract.operations import Reap
 from dreamlake.lakeshore.testing import running_worker
-from dreamlake.lakeshore.worker.claims import Running
+from dreamlake.lakeshore.worker.outcome import Running
 
 if TYPE_CHECKING:
-    from dreamlake.lakeshore.planes.contract import Row
+    from dreamlake.lakeshore.planes.contract.records import Row
 
 pytestmark = pytest.mark.anyio
 

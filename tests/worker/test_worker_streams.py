@@ -13,18 +13,19 @@ from helpers import wait_until
 from reading import read_into
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.invoke import Done
-from dreamlake.lakeshore.planes.contract import Append, Fence, Reap, RowFilter
+from dreamlake.lakeshore.body.execute import Done
+from dreamlake.lakeshore.planes.contract.operations import Append, Fence, Reap
+from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.testing import running_worker
-from dreamlake.lakeshore.worker import claims as claims_module
-from dreamlake.lakeshore.worker import frames as frames_module
-from dreamlake.lakeshore.worker.claims import Running, Terms
-from dreamlake.lakeshore.worker.frames import FrameWriter
+from dreamlake.lakeshore.worker import frame_writer as frames_module
+from dreamlake.lakeshore.worker import outcome as claims_module
+from dreamlake.lakeshore.worker.frame_writer import FrameWriter
+from dreamlake.lakeshore.worker.outcome import Running, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dreamlake.lakeshore.planes.contract import Operation
+    from dreamlake.lakeshore.planes.contract.operations import Operation
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ import worker_bodies as bodies
 from helpers import at_best, wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Reap, Submit
+from dreamlake.lakeshore.planes.contract.operations import Reap, Submit
 from dreamlake.lakeshore.testing import running_worker
 
 if TYPE_CHECKING:
@@ -395,7 +395,7 @@ async def test_a_worker_cancelled_as_a_task_gives_back_what_it_holds(queue: dls.
 
 async def test_a_finished_outcome_survives_the_cancellation_of_its_worker(queue: dls.Queue, monkeypatch: Any) -> None:
     """Values on their way to the journal, and the result behind them, get there."""
-    from dreamlake.lakeshore.planes.contract import Append
+    from dreamlake.lakeshore.planes.contract.operations import Append
     from dreamlake.lakeshore.planes.plane import Plane
 
     do, entered = Plane.do, anyio.Event()
@@ -421,7 +421,7 @@ async def test_a_finished_outcome_survives_the_cancellation_of_its_worker(queue:
 async def delivering(id: str) -> bool:
     import gc
 
-    from dreamlake.lakeshore.worker.claims import Running
+    from dreamlake.lakeshore.worker.outcome import Running
 
     found = [one for one in gc.get_objects() if type(one) is Running]  # isinstance would ask objects of others too
     return any(one.decided and one.claimed.id == id for one in found)

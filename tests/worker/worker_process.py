@@ -19,11 +19,12 @@ import anyio
 import worker_bodies
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract import Append, Claim, Finish
-from dreamlake.lakeshore.planes.sqlite import database, statements
+from dreamlake.lakeshore.planes.contract.operations import Append, Claim, Finish
+from dreamlake.lakeshore.planes.sqlite import connection as database
+from dreamlake.lakeshore.planes.sqlite import statements
 from dreamlake.lakeshore.planes.sqlite.store import SqliteStore
-from dreamlake.lakeshore.worker.claims import Running
 from dreamlake.lakeshore.worker.loop import Worker
+from dreamlake.lakeshore.worker.outcome import Running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,11 +16,11 @@ from urllib.parse import quote, urlencode, urlsplit
 import anyio
 import httpx
 
-from ..._loops import spawn
+from ...concurrency.loops import spawn
 from ...errors import DispatchError, LakeshoreError, PlaneUnavailable, WireError
 from ...ids import new_id
-from ..protocol import CONTENT_TYPE, REQUEST_ID, ROUTES, TooLarge, decode, encode, raised
-from .connections import CONNECT_S, Answer, Broken, Connections, HttpxPool, Pool, proxied
+from ..protocol.routes import CONTENT_TYPE, REQUEST_ID, ROUTES, TooLarge, decode, encode, raised
+from .pool import CONNECT_S, Answer, Broken, Connections, HttpxPool, Pool, proxied
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping

@@ -7,10 +7,10 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ..._loops import across
+from ...concurrency.loops import across
 from ...errors import DispatchError, InvocationNotFound, PlaneUnavailable
-from .. import messages as say
-from ..contract import (
+from ..contract.news import Cursor, News
+from ..contract.operations import (
     Append,
     Appended,
     Beat,
@@ -18,34 +18,31 @@ from ..contract import (
     Cancel,
     Claim,
     Claimed,
-    Cursor,
     Finish,
-    Interest,
-    News,
     Operation,
-    Outcome,
-    Page,
     Purge,
     Reap,
     Requeue,
     Restore,
-    Row,
-    RowFilter,
     Submit,
     weight_of,
 )
-from ..held import HeldPlane
-from ..protocol import MAX_ITEMS, TooLarge, is_list, raised
-from ..views import hear_ages, hear_counts, hear_outcome, hear_page, hear_row
+from ..contract.records import Outcome, Page, Row, RowFilter
+from ..protocol import messages as say
+from ..protocol.routes import MAX_ITEMS, TooLarge, is_list, raised
+from ..protocol.views import hear_ages, hear_counts, hear_outcome, hear_page, hear_row
+from ..remote_plane import HeldPlane
 from .client import Client, MissingRoute, reading, text_of, unhurried
-from .connections import check_address
-from .plain import PlainServer, hear_submit
-from .watch import Watch, ask_cursor
+from .long_polls import Watch, ask_cursor
+from .older_server import PlainServer, hear_submit
+from .pool import check_address
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     import httpx
+
+    from ..contract.store import Interest
 
 __all__ = ["HttpDispatch", "HttpStore"]
 

@@ -13,19 +13,9 @@ from pymongo import ReturnDocument, UpdateOne
 from pymongo.errors import BulkWriteError
 
 from ...errors import InvocationNotFound, PlaneUnavailable
-from ..contract import (
-    CANCELLED_RUNNING,
-    TERMINAL,
-    Beat,
-    Beaten,
-    Cancel,
-    Cancelled,
-    Fence,
-    Finish,
-    Requeue,
-    Requeued,
-)
-from ..states import claim_lost
+from ..contract.failures import CANCELLED_RUNNING, claim_lost
+from ..contract.operations import Beat, Beaten, Cancel, Cancelled, Fence, Finish, Requeue, Requeued
+from ..contract.records import TERMINAL
 from .bodies import FINAL, RESULT
 from .documents import NAMES, SMALL, Document, error_bytes, error_document, holds, is_same_claim, key_of
 from .updates import acked, cancelled, ended, let_go, names, renewed
@@ -33,8 +23,8 @@ from .updates import acked, cancelled, ended, let_go, names, renewed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..contract import Failure
-    from .claims import Claims
+    from ..contract.records import Failure
+    from .claim import Claims
     from .connection import Database
 
 __all__ = ["FENCE", "beat", "cancel", "finish", "requeue", "speaking", "stow_error", "update_each"]

@@ -15,12 +15,12 @@ from pymongo import AsyncMongoClient, IndexModel, ReadPreference, WriteConcern
 from pymongo import errors as driver
 from pymongo.uri_parser import parse_uri
 
-from ..._loops import spawn
+from ...concurrency.loops import spawn
 from ...errors import DispatchError, LakeshoreError, NotAuthorized, PlaneUnavailable, WireError
-from .births import Births
 from .bodies import Bodies
 from .clock import DatabaseClock
 from .documents import INDEXES, VERSION, Document, Index, key_of
+from .incarnation import Births
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence

@@ -20,8 +20,9 @@ from bson import Int64, Timestamp
 from bson.datetime_ms import DatetimeMS
 
 from ...errors import WireError
-from ..contract import TERMINAL, Failure, Fence, Row, Submit, whole_priority
-from ..states import final_error
+from ..contract.failures import final_error
+from ..contract.operations import Fence, Submit, whole_priority
+from ..contract.records import TERMINAL, Failure, Row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,38 +10,37 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import anyio
 
 from ...errors import LakeshoreError
-from ..contract import (
+from ..contract.news import News, news_of
+from ..contract.operations import (
     Append,
     Appended,
     Beat,
     Cancel,
     Claim,
     Finish,
-    Interest,
-    News,
     Operation,
-    Outcome,
-    Page,
     Purge,
     Reap,
     Requeue,
     Restore,
-    Row,
-    RowFilter,
     Submit,
-    news_of,
     weight_of,
 )
 from ..plane import Plane
-from . import changes, frames, moves, reads, sweeps, watch
-from .claims import Claims
+from . import append as frames
+from . import changes, sweeps, watch
+from . import read as reads
+from . import restore as moves
+from .claim import Claims
 from .connection import Database, check_mongo_url, check_redis_url, guarded, shown_url, unbroken
-from .submits import submit
+from .submit import submit
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-    from .live import Live
+    from ..contract.records import Outcome, Page, Row, RowFilter
+    from ..contract.store import Interest
+    from .redis_news import Live
 
 __all__ = ["MongoDispatch", "MongoStore"]
 
@@ -89,7 +88,7 @@ class MongoStore:
         await self._db.open()
         self._read = time.monotonic()
         if plane.redis_url is not None:
-            from .live import Live
+            from .redis_news import Live
 
             self._live = Live(plane.redis_url, self._db.uid, plane.ns, self._db.births)
         self._since = self._db.clock.now() if plane.serving else None

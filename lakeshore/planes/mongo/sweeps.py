@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from ..contract import CANCELLED_RUNNING, Purge, Reap, Reaped, worker_lost
+from ..contract.failures import CANCELLED_RUNNING, worker_lost
+from ..contract.operations import Purge, Reap, Reaped
 from .changes import update_each
 from .documents import Document, date
 from .updates import ended, lapsed, let_go, names
 
 if TYPE_CHECKING:
-    from .claims import Claims
+    from .claim import Claims
     from .connection import Database
 
 __all__ = ["PAGE", "purge", "reap", "since_limit"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..contract import CANCELLED_QUEUED, CANCELLED_RUNNING
+from ..contract.failures import CANCELLED_QUEUED, CANCELLED_RUNNING
 from .documents import Document, date
 
 if TYPE_CHECKING:

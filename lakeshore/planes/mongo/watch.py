@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from ..._loops import across
+from ...concurrency.loops import across
 from ...errors import LakeshoreError
-from ..contract import News
+from ..contract.news import News
+from .append import settles
 from .connection import unbroken
 from .documents import Document, date, key_of, seconds
-from .frames import settles
-from .news import KINDS
+from .redis_messages import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..contract import Interest, Kind
+    from ..contract.news import Kind
+    from ..contract.store import Interest
     from .connection import Database
-    from .live import Live
+    from .redis_news import Live
 
 __all__ = ["watch"]
 

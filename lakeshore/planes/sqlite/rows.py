@@ -9,12 +9,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import InvocationNotFound
-from ..contract import Failure, Fence
-from ..states import claim_lost, final_error
+from ..contract.failures import claim_lost, final_error
+from ..contract.records import Failure
 
 if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Iterable, Sequence
+
+    from ..contract.operations import Fence
 
 __all__ = [
     "HELD",

@@ -1,7 +1,7 @@
 """What each operation does to the tables: one function an operation, run inside one transaction on the driver's thread.
 
 Every function decides before its first write, so that an operation that raises has changed nothing and its neighbours in
-the batch stand. The conditions are those of `planes.states`; `testing.check_plane` compares the two.
+the batch stand. The conditions are those of `testing.reference.transitions`; `testing.check_plane` compares the two.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ClaimLost, InvocationNotFound
-from ..contract import (
-    CANCELLED_QUEUED,
-    CANCELLED_RUNNING,
-    TERMINAL,
+from ..contract.failures import CANCELLED_QUEUED, CANCELLED_RUNNING, claim_lost, worker_lost
+from ..contract.operations import (
     Append,
     Appended,
     Beat,
@@ -33,11 +31,10 @@ from ..contract import (
     Requeued,
     Restore,
     Submit,
-    worker_lost,
 )
-from ..states import claim_lost
-from .claims import claim, promote
-from .moves import restore
+from ..contract.records import TERMINAL
+from .claim import claim, promote
+from .restore import restore
 from .rows import (
     HELD,
     HELD_COLUMNS,

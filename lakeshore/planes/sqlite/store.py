@@ -10,37 +10,28 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 
-from ..._loops import across, at_home
+from ...concurrency.loops import across, at_home
 from ...errors import DispatchError, LakeshoreError
-from ..contract import (
-    Finish,
-    Interest,
-    Kind,
-    News,
-    Operation,
-    Outcome,
-    Page,
-    Reap,
-    Reaped,
-    Row,
-    RowFilter,
-    Submit,
-    weight_of,
-)
+from ..contract.news import Kind, News
+from ..contract.operations import Finish, Operation, Reap, Reaped, Submit, weight_of
 from ..engine import Engine
 from ..plane import Plane
-from . import reads, statements
-from .bells import CANCELS, ENDS, JOBS, Bell, EventBell, jobs_of
-from .claims import look
-from .database import Checkpoints, Database, foreign
-from .direct import MOST_BYTES, MOST_OPERATIONS, Direct
-from .moves import Copying
-from .presence import FilePresence, LocalPresence, Presence, Steps
+from . import read as reads
+from . import statements
+from .claim import look
+from .connection import Checkpoints, Database, foreign
+from .doorbell import CANCELS, ENDS, JOBS, Bell, EventBell, jobs_of
+from .inline_writer import MOST_BYTES, MOST_OPERATIONS, Direct
+from .liveness import FilePresence, LocalPresence, Presence, Steps
+from .restore import Copying
 from .rows import PIECE, Batch, Changes, drop_blobs, new_blob, write_piece
 
 if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Callable, Sequence
+
+    from ..contract.records import Outcome, Page, Row, RowFilter
+    from ..contract.store import Interest
 
 __all__ = ["Dispatch", "SqliteStore"]
 

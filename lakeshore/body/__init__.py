@@ -1,0 +1,1 @@
+"""Running one body: the call, its context, its keys, and the outcome."""

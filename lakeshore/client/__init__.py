@@ -1,0 +1,1 @@
+"""What users hold: UDFs, queues, streams and jobs claimed by hand."""

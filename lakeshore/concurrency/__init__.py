@@ -1,0 +1,1 @@
+"""Event loops, the portal for blocking callers, and tasks that belong to no caller."""

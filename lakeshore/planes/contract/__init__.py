@@ -1,0 +1,1 @@
+"""What every plane must do: operations, records, news and the `Store` protocol."""

@@ -1,0 +1,1 @@
+"""The HTTP protocol, for both ends: routes, messages and errors."""

@@ -1,0 +1,1 @@
+"""Where a child runs: as a process, in a container, as a Slurm job, as a Kubernetes Job."""

@@ -1,0 +1,1 @@
+"""Children in containers of docker or podman."""

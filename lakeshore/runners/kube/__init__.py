@@ -1,0 +1,1 @@
+"""Children as Jobs of a Kubernetes cluster."""

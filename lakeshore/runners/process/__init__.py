@@ -1,0 +1,1 @@
+"""Children as processes of this machine."""

@@ -1,0 +1,1 @@
+"""Children as jobs of a Slurm cluster."""

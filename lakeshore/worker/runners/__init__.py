@@ -1,1 +1,0 @@
-"""Where the children of `worker.child` run: one module for each kind of engine."""
