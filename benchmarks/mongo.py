@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.sort(key=str(Path(__file__).parent).__eq__)  # this folder last: its http is not the standard library's
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "mongo"))  # where the services are started
+sys.path.append(
+    str(Path(__file__).resolve().parents[1] / "tests" / "planes" / "mongo")
+)  # where the services are started
 
 import anyio
 import mongo_plans

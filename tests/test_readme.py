@@ -263,7 +263,7 @@ def test_the_figures_in_it_are_those_of_the_code() -> None:
 
 
 def test_the_old_ends_are_those_that_are_tested() -> None:
-    installer = (ROOT / "tests" / "peers" / "install.py").read_text(encoding="utf-8")
+    installer = (ROOT / "tests" / "peers" / "install_peers.py").read_text(encoding="utf-8")
     (versions,) = re.findall(r"^VERSIONS = \((.*)\)$", installer, re.MULTILINE)
     said = re.findall(r"\b\d+\.\d+\.\d+\b(?!\.)", PROSE.replace("127.0.0.1", "").replace("0.0.0.0", ""))
     assert said == re.findall(r'"(.*?)"', versions)

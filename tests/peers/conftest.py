@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from install import VERSIONS
+from install_peers import VERSIONS
 from peer_kit import Peer, Processes, ours, processes, python_of, start_seed_server, start_server
 
 from dreamlake.lakeshore.ids import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "http"))  # where seed_server lies
 
 
 @pytest.fixture(scope="module")

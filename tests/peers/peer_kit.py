@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).resolve().parent
-SEED_SERVER = HERE.parent / "http" / "seed_server.py"
+SEED_SERVER = HERE.parent / "planes" / "http" / "seed_server.py"
 LIMIT = 60.0
 """Seconds that a process gets."""
 
@@ -31,7 +31,7 @@ def python_of(version: str) -> Path:
     if folder and (python := Path(folder) / version / "bin" / "python").exists():
         return python
     reason = (
-        f"needs dreamlake-lakeshore {version} in an environment of its own: run `python tests/peers/install.py DIR` "
+        f"needs dreamlake-lakeshore {version} in an environment of its own: run `python tests/peers/install_peers.py DIR` "
         "and set LAKESHORE_TEST_PEERS=DIR"
     )
     if os.environ.get("LAKESHORE_TEST_NO_SKIPS") == "1":

@@ -12,7 +12,7 @@ import msgpack
 import peer_bodies as bodies
 import pytest
 from helpers import wait_until, wait_until_sync
-from install import VERSIONS
+from install_peers import VERSIONS
 from peer_kit import Peer, ours, start_server
 
 import dreamlake.lakeshore as dls

@@ -15,19 +15,22 @@ import sysconfig
 import tempfile
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import child_bodies as bodies
 from engines import IMAGE, engines_folder, import_image, podman_arguments, root_filesystem
 from helpers import wait_until_sync
 
 import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.daemon.workdir import Folder, Orders
+from dreamlake.lakeshore.worker.runner import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine_kit import Engine
 
-__all__ = ["DOCKER", "GVISOR", "PODMAN", "Docker", "Podman", "Runsc", "pairs"]
+__all__ = ["DOCKER", "GVISOR", "PODMAN", "Docker", "Podman", "Runsc", "launch", "pairs"]
 
 HERE = Path(__file__).resolve().parent
 SOURCE, SITE = "/lakeshore/source", "/lakeshore/site"
@@ -247,3 +250,10 @@ class Runsc:
 DOCKER: Engine = Docker()
 PODMAN: Engine = Podman()
 GVISOR: Engine = Runsc()
+
+
+def launch(tmp_path: Path, fn: Any = bodies.nothing, *args: Any, attempt: int = 1, **more: Any) -> Launch:
+    folder = Folder.take(tmp_path / "work", "a", dls.thunk(fn, *args).to_envelope().to_bytes())
+    assert folder is not None
+    fields: dict[str, Any] = {"script": None, "as_user": None, **more}
+    return Launch("a", attempt, folder, Orders(folder.path, tmp_path, "a").environ(), **fields)

@@ -19,7 +19,7 @@ from child_bodies import notes
 from child_kit import children, folders
 from conformance_kit import skip_without
 from container_bodies import environ_of, second_time
-from container_kit import DOCKER, PODMAN, Docker, Podman, pairs
+from container_kit import DOCKER, PODMAN, Docker, Podman, launch, pairs
 from helpers import wait_until, wait_until_sync
 
 import dreamlake.lakeshore as dls
@@ -109,13 +109,6 @@ async def failure(queue: dls.Queue, tmp_path: Path, runner: DockerRunner, fn: An
     assert row.error is not None
     assert (row.state, row.error.type) == ("failed", "DaemonError"), row.error
     return row.error.message
-
-
-def launch(tmp_path: Path, fn: Any = bodies.nothing, *args: Any, attempt: int = 1, **more: Any) -> Launch:
-    folder = Folder.take(tmp_path / "work", "a", dls.thunk(fn, *args).to_envelope().to_bytes())
-    assert folder is not None
-    fields: dict[str, Any] = {"script": None, "as_user": None, **more}
-    return Launch("a", attempt, folder, Orders(folder.path, tmp_path, "a").environ(), **fields)
 
 
 # --- what a child sees -----------------------------------------------------------------------------------------------

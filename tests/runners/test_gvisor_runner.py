@@ -17,9 +17,8 @@ from child_bodies import notes
 from child_kit import children, folders
 from conformance_kit import skip_without
 from container_bodies import second_time
-from container_kit import GVISOR, Docker, Runsc, pairs
+from container_kit import GVISOR, Docker, Runsc, launch, pairs
 from helpers import wait_until
-from test_container_runner import launch
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id

@@ -116,7 +116,7 @@ Pair = collections.namedtuple("Pair", "a b")
 
 def test_a_refusal_is_a_whole_sentence() -> None:
     assert refusal([{"x": Text("a")}]) == (
-        'cannot pack a value of type test_wire_codec.Text at $[0]["x"]: it is a subclass of str and would come back as '
+        f'cannot pack a value of type {__name__}.Text at $[0]["x"]: it is a subclass of str and would come back as '
         "str; send str(value), or register a codec for it with wire.register(wire.Codec(...))"
     )
 
@@ -124,11 +124,11 @@ def test_a_refusal_is_a_whole_sentence() -> None:
 @pytest.mark.parametrize(
     ("value", "part"),
     [
-        (Pair(1, 2), "test_wire_codec.Pair at $: it is a subclass of tuple"),
+        (Pair(1, 2), f"{__name__}.Pair at $: it is a subclass of tuple"),
         (collections.OrderedDict(a=1), "collections.OrderedDict at $: it is a subclass of dict"),
         (Level.LOW, "an enum member would come back as something else; send value.value or value.name"),
-        (Colour.RED, "test_wire_codec.Colour at $: an enum member"),
-        (Point(1), "test_wire_codec.Point at $: msgpack has no form for it; send dataclasses.asdict(value)"),
+        (Colour.RED, f"{__name__}.Colour at $: an enum member"),
+        (Point(1), f"{__name__}.Point at $: msgpack has no form for it; send dataclasses.asdict(value)"),
         (iter([]), "list_iterator at $: it is an iterator, which can be read only once; send list(value)"),
         (range(3), "a value of type range at $: msgpack has no form for it; make it one of str, bytes"),
         (len, "functions do not travel as data"),
@@ -154,7 +154,7 @@ def test_R59_what_would_change_is_refused_with_the_fix(value: Any, part: str) ->
         ({"a": "\udfff"}, 'at $["a"]: '),
         ({"a": {"\udfff": 1}}, 'a value of type str as a dict key at $["a"]: '),
         ([{frozenset(): 1}], "a value of type frozenset as a dict key at $[0]: "),
-        ([{Text("a"): 1}], "a value of type test_wire_codec.Text as a dict key at $[0]: "),
+        ([{Text("a"): 1}], f"a value of type {__name__}.Text as a dict key at $[0]: "),
         ([{(1, frozenset()): 1}], "a value of type frozenset at $[0][1]: "),
     ],
 )

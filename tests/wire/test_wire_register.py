@@ -106,7 +106,7 @@ def test_a_codec_that_raises_becomes_our_error_with_the_cause() -> None:
     with pytest.raises(EncodeError) as caught:
         wire.pack([Point(1)])
     assert str(caught.value) == (
-        "cannot pack a value of type test_wire_register.Point at $[0]: the codec 'weak' failed on it (KeyError: 'x'); "
+        f"cannot pack a value of type {__name__}.Point at $[0]: the codec 'weak' failed on it (KeyError: 'x'); "
         "mend the codec 'weak' (ext code 40) or register another"
     )
     assert isinstance(caught.value.__cause__, KeyError)
@@ -157,7 +157,7 @@ def test_keys_that_would_not_come_back_are_refused() -> None:
     wire.register(wire.Codec(40, "key", lambda value: type(value) is Key, lambda value: b"", lambda body: []))
     assert roundtrip([Key(1)]) == [[]]
     assert refusal([{"a": 1, Key(1): 2}]) == (
-        "cannot pack a value of type test_wire_register.test_keys_that_would_not_come_back_are_refused.<locals>.Key "
+        f"cannot pack a value of type {__name__}.test_keys_that_would_not_come_back_are_refused.<locals>.Key "
         "as a dict key at $[0]: it would not come back as the same key; use keys of str, int or tuples of these"
     )
     assert "as a dict key at $[0][1]" in refusal([(0, {(1, Key(1)): 2})])

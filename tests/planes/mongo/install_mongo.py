@@ -1,4 +1,4 @@
-"""Installs the MongoDB-compatible server that tests/mongo runs against: `python tests/mongo/install.py DIR`.
+"""Installs the MongoDB-compatible server of the fleet plane's tests: `python tests/planes/mongo/install_mongo.py DIR`.
 
 It gets a virtual environment DIR of its own, since it is no dependency of this package; one that is complete is left as
 it is. Afterwards LAKESHORE_TEST_SECANTUS=DIR/bin/secantusd-py lets the tests find it.

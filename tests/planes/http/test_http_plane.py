@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from http_kit import Server, served_fresh, server_process
+from plane_kit import FakeClock
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
@@ -17,10 +16,8 @@ from dreamlake.lakeshore.testing.lab import RULES
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planes"))  # where plane_kit lies
-
-from plane_kit import FakeClock
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(400)]
 

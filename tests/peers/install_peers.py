@@ -1,4 +1,4 @@
-"""Installs the old peers that tests/peers runs against: `python tests/peers/install.py DIR`.
+"""Installs the old peers that tests/peers runs against: `python tests/peers/install_peers.py DIR`.
 
 Each version gets a virtual environment `DIR/VERSION` of its own; one that is complete is left as it is. Afterwards
 LAKESHORE_TEST_PEERS=DIR lets the tests find them.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "mongo.py"
+BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "mongo.py"
 BOUND = 110.0  # seconds
 
 

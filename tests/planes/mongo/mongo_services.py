@@ -123,7 +123,7 @@ def secantus() -> str:
     if path and Path(path).exists():
         return path
     raise ServiceAbsent(
-        "a MongoDB-compatible server: run `python tests/mongo/install.py DIR` and set "
+        "a MongoDB-compatible server: run `python tests/planes/mongo/install_mongo.py DIR` and set "
         "LAKESHORE_TEST_SECANTUS=DIR/bin/secantusd-py, or set LAKESHORE_TEST_MONGODB_URL"
     )
 

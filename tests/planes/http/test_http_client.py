@@ -94,7 +94,7 @@ async def finish_all(plane: dls.Dispatch, queue: str, count: int, each: int) -> 
 
 def polls_of(plane: dls.HttpDispatch) -> list[set[Any]]:
     """What stands in each poll for waits."""
-    found = [one for one in gc.get_objects() if isinstance(one, watch.Watch) and one._ask.__self__._plane is plane]  # type: ignore[attr-defined]
+    found = [one for one in gc.get_objects() if type(one) is watch.Watch and one._ask.__self__._plane is plane]  # type: ignore[attr-defined]
     return [keys for one in found for keys in one._keys.values()]
 
 

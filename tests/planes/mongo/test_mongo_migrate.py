@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
+from cli_kit import cli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from migrate_kit import bring_to_rest, everything, fill, migrate_and_be_killed, moved
+from plane_kit import FakeClock
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
@@ -18,15 +19,8 @@ from dreamlake.lakeshore.planes.contract.operations import Fence
 from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
 from dreamlake.lakeshore.testing.sequences import Sequence
 
-sys.path += [
-    str(Path(__file__).resolve().parents[1] / folder) for folder in ("planes", "cli")
-]  # where the kits of those tests lie
-
-from cli_kit import cli
-from migrate_kit import bring_to_rest, everything, fill, migrate_and_be_killed, moved
-from plane_kit import FakeClock
-
 if TYPE_CHECKING:
+    from pathlib import Path
     from random import Random
 
 pytestmark = pytest.mark.anyio
