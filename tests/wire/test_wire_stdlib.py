@@ -148,8 +148,8 @@ def test_what_the_codecs_do_not_take_says_why() -> None:
         wire.pack({"when": datetime(2024, 1, 1, tzinfo=Odd())})
     assert str(caught.value) == (
         'cannot pack a value of type datetime.datetime at $["when"]: its time zone is a '
-        f"{__name__}.test_what_the_codecs_do_not_take_says_why.<locals>.Odd, which has no portable form; use zoneinfo.ZoneInfo(...)"
-        " or datetime.timezone, for example value.astimezone(datetime.timezone.utc)"
+        f"{__name__}.test_what_the_codecs_do_not_take_says_why.<locals>.Odd, which has no portable form; "
+        "use zoneinfo.ZoneInfo(...) or datetime.timezone, for example value.astimezone(datetime.timezone.utc)"
     )
 
     class Stamp(datetime):
