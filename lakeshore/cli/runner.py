@@ -145,9 +145,9 @@ async def executor(
     runner: Runner, children: Children, plane: Plane, root: str, options: Any
 ) -> AsyncGenerator[Callable[[int], Executor]]:
     """What makes the executor of a worker: of `concurrency` children at a time. `options` are those of the worker."""
-    from ..worker.child import Child, Rules
+    from ..worker.child import ChildExecutor, ChildRules
 
-    rules = Rules(
+    rules = ChildRules(
         children.folder,
         Path(root),
         allow_pickled=options.allow_pickled,
@@ -161,7 +161,7 @@ async def executor(
         environ=_plane_variables(plane),
     )
     try:
-        yield partial(Child, runner, rules)
+        yield partial(ChildExecutor, runner, rules)
     finally:
         await runner.aclose()
 

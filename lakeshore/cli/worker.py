@@ -210,11 +210,11 @@ async def _run(
     stop: anyio.Event,
 ) -> int:
     from ..worker.loop import run_executor, run_worker
-    from ..worker.outcome import Terms
+    from ..worker.outcome import WorkerSettings
 
     if runner is None:
         return await run_worker(queues, once=once, stop=stop, **options._asdict())
-    terms = Terms(*(getattr(options, field.name) for field in dataclasses.fields(Terms)))
+    terms = WorkerSettings(*(getattr(options, field.name) for field in dataclasses.fields(WorkerSettings)))
     async with executor(runner, children, plane, _root(options), options) as make:
         return await run_executor(queues, make, terms, once=once, stop=stop)
 

@@ -29,7 +29,7 @@ from .workdir import (
     GATE,
     MODULES,
     RESULT,
-    Orders,
+    ChildSettings,
     folder_of,
     remove_leftovers,
     write_error,
@@ -151,7 +151,7 @@ def run() -> int:
 def _body(folder: Path, stop: Stop) -> Done:
     try:
         remove_leftovers(folder, RESULT, ERROR, FRAMES)
-        orders = Orders.read(os.environ)
+        orders = ChildSettings.read(os.environ)
         site = Site(orders.root, orders.allow_pickled, orders.runtime_policy, allow_modules=orders.allow_modules)
         args = (folder / ARGS).read_bytes()
     except (OSError, ValueError) as exc:

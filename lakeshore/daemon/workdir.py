@@ -39,9 +39,9 @@ __all__ = [
     "RESULT",
     "STDERR",
     "STDOUT",
+    "ChildSettings",
+    "ErrorReport",
     "Folder",
-    "Orders",
-    "Said",
     "last_output",
     "prune",
     "read_error",
@@ -72,7 +72,7 @@ _TRUTH = {"1": True, "0": False}
 
 
 @dataclass(frozen=True)
-class Orders:
+class ChildSettings:
     """What the environment says to a child.
 
     folder: where its files lie (DREAMLAKE_WORKDIR, else the current folder). id: of the invocation; None: the
@@ -92,7 +92,7 @@ class Orders:
     attempt: int = 1
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Orders:
+    def read(cls, environ: Mapping[str, str]) -> ChildSettings:
         """The orders in `environ`; an empty variable counts as unset. Raises ValueError for words that are none."""
         settings = read_settings(environ)
         allow = environ.get("LAKESHORE_ALLOW_PICKLED") or "1"
@@ -193,7 +193,7 @@ def last_output(folder: Path) -> str:
     return ""
 
 
-class Said(NamedTuple):
+class ErrorReport(NamedTuple):
     """What `error.json` says. `final`: a further attempt could not help."""
 
     type: str
@@ -210,7 +210,7 @@ def write_error(folder: Path, type: str, message: str, traceback: str | None, fi
     write_file(folder, ERROR, json.dumps(fields).encode())
 
 
-def read_error(folder: Path) -> Said | None:
+def read_error(folder: Path) -> ErrorReport | None:
     """What `error.json` says; None where it is missing, or does not say at least a type and a message."""
     data = read_file(folder / ERROR, _ERROR_LIMIT)
     try:
@@ -224,7 +224,7 @@ def read_error(folder: Path) -> Said | None:
     if not isinstance(type, str) or not isinstance(message, str):
         return None
     shown = _clean(traceback) if isinstance(traceback, str) and traceback else None
-    return Said(_clean(type), _clean(message), shown, fields.get("final") is True)
+    return ErrorReport(_clean(type), _clean(message), shown, fields.get("final") is True)
 
 
 def _clean(text: str) -> str:

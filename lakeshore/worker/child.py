@@ -28,8 +28,8 @@ from ..daemon.workdir import (
     RESULT,
     STDERR,
     STDOUT,
+    ChildSettings,
     Folder,
-    Orders,
     last_output,
     prune,
     read_error,
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..planes.contract.operations import Claimed
-    from .outcome import Relay
+    from .outcome import BodyChannel
     from .runner import Process, Runner
 
-__all__ = ["Child", "Rules"]
+__all__ = ["ChildExecutor", "ChildRules"]
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
@@ -74,7 +74,7 @@ _NAMED = 1 << 20
 
 
 @dataclass(frozen=True)
-class Rules:
+class ChildRules:
     """What children may do, and what becomes of their folders.
 
     workdir: where the folders lie. root: the absolute folder of keys. allow_pickled: None: only functions submitted on
@@ -96,10 +96,10 @@ class Rules:
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-class Child:
+class ChildExecutor:
     """Runs each body in a child of `runner`. `concurrency` of them at a time never wait for one another."""
 
-    def __init__(self, runner: Runner, rules: Rules, concurrency: int) -> None:
+    def __init__(self, runner: Runner, rules: ChildRules, concurrency: int) -> None:
         self.runner, self.rules = runner, rules
         self.threads = anyio.CapacityLimiter(2 * concurrency + 2)  # for files, which may lie far away
         self.rests_until, self.refusals = 0.0, 0
@@ -116,9 +116,9 @@ class Child:
             "the %s runner cannot start children, nothing is claimed for %.1f s: %s", self.runner.name, pause, exc
         )
 
-    async def run(self, claimed: Claimed, emit: Relay) -> Done:
+    async def run(self, claimed: Claimed, emit: BodyChannel) -> Done:
         """Run the body. Cancelled: its child has ended when this raises, or gives the result that it had all the same."""
-        attempt = _Attempt(self, claimed, emit)
+        attempt = _ChildAttempt(self, claimed, emit)
         try:
             return await attempt.run()
         finally:
@@ -133,10 +133,10 @@ def _is_its_own_fault(exc: Exception) -> bool:
     return isinstance(exc, ValueError) or (isinstance(exc, OSError) and exc.errno == errno.E2BIG)
 
 
-class _Attempt:
+class _ChildAttempt:
     """One claim, from its folder to its outcome."""
 
-    def __init__(self, child: Child, claimed: Claimed, emit: Relay) -> None:
+    def __init__(self, child: ChildExecutor, claimed: Claimed, emit: BodyChannel) -> None:
         self._child, self._claimed, self._emit = child, claimed, emit
         self._rules = child.rules
         self._folder: Folder | None = None
@@ -214,10 +214,10 @@ class _Attempt:
             as_user,
         )
 
-    def _orders(self, folder: Folder, prefix: str) -> Orders:
+    def _orders(self, folder: Folder, prefix: str) -> ChildSettings:
         claimed, rules = self._claimed, self._rules
         allow = rules.allow_pickled if rules.allow_pickled is not None else rules.local and claimed.trusted
-        return Orders(
+        return ChildSettings(
             folder.path,
             rules.root,
             claimed.id,

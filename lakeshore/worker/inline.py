@@ -11,7 +11,7 @@ from ..body.execute import Done, Emit, Site, invoke
 if TYPE_CHECKING:
     from ..planes.contract.operations import Claimed
 
-__all__ = ["Inline"]
+__all__ = ["InlineExecutor"]
 
 _PLAIN = (
     "; it was submitted as a plain value, for those who claim by hand: "
@@ -19,7 +19,7 @@ _PLAIN = (
 )
 
 
-class Inline:
+class InlineExecutor:
     """Runs bodies here: `concurrency` of them in threads at once, a bound of its own in place of anyio's for all."""
 
     rests_until = 0.0

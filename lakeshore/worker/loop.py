@@ -28,9 +28,9 @@ from ..planes.auth_grace import Refusals
 from ..planes.contract.operations import Claimed, Fence, Requeue
 from ..planes.lease_keeper import LeaseKeeper
 from ..settings import read_settings
-from .inline import Inline
-from .outcome import Executor, Reason, Running, Terms
-from .slots import Slots, in_own_context, was_cancelled_from_outside
+from .inline import InlineExecutor
+from .outcome import ActiveClaim, Executor, Reason, WorkerSettings
+from .slots import Slots, run_in_context, was_cancelled_from_outside
 
 if TYPE_CHECKING:
     from ..client.queue import Queue
@@ -83,18 +83,20 @@ async def run_worker(
     Cancellation: bodies are cancelled, and what is held goes back to its queue, in no budget, within a few seconds;
     threads are left to themselves.
     """
-    terms = Terms(concurrency, retries, timeout, lease, max_lost, grace)
+    terms = WorkerSettings(concurrency, retries, timeout, lease, max_lost, grace)
     check_policy(runtime_policy)
     plane, _ = _where(queues)
     site = Site(_folder(root), bool(allow_pickled), runtime_policy, registry, tuple(allow_modules))
     trusted = replace(site, allow_pickled=plane.local) if allow_pickled is None else site
-    return await run_executor(queues, lambda threads: Inline(trusted, site, threads), terms, once=once, stop=stop)
+    return await run_executor(
+        queues, lambda threads: InlineExecutor(trusted, site, threads), terms, once=once, stop=stop
+    )
 
 
 async def run_executor(
     queues: Queue | Sequence[Queue],
     executor: Callable[[int], Executor],
-    terms: Terms,
+    terms: WorkerSettings,
     *,
     once: bool = False,
     stop: anyio.Event | Callable[[], bool] | None = None,
@@ -118,7 +120,7 @@ def _folder(root: str | os.PathLike[str] | None) -> Path:
     return Path(os.path.abspath(root or read_settings().root or ""))
 
 
-def _check(terms: Terms) -> None:
+def _check(terms: WorkerSettings) -> None:
     given, least = vars(terms), {"concurrency": 1, "retries": 0, "max_lost": 1, "grace": 0}
     wrong = [f"{name}={given[name]} (at least {bound})" for name, bound in least.items() if not given[name] >= bound]
     seconds = {name: given[name] for name in ("lease", "timeout") if given[name] is not None}
@@ -130,10 +132,10 @@ def _check(terms: Terms) -> None:
 class Worker:
     """One worker on one event loop: slots, the claims in them, and what stops them."""
 
-    def __init__(self, plane: Plane, queues: Sequence[str], executor: Executor, terms: Terms) -> None:
+    def __init__(self, plane: Plane, queues: Sequence[str], executor: Executor, terms: WorkerSettings) -> None:
         self.id = f"{socket.gethostname()[:32]}-{os.getpid()}-{secrets.token_hex(6)}"
         self._plane, self._queues, self._executor, self._terms = plane, queues, executor, terms
-        self._running: dict[tuple[str, int], Running] = {}
+        self._running: dict[tuple[str, int], ActiveClaim] = {}
         self._changed: anyio.Event | None = None  # while somebody waits for a body's end
         self._context = contextvars.copy_context()
         self._claiming = anyio.CancelScope()
@@ -227,7 +229,7 @@ class Worker:
             begun = {claimed.id for claimed in now}
             back = [claimed for claimed in found if claimed.id not in begun]
         for claimed in now:
-            running = Running(self._plane, self.id, claimed, self._group)
+            running = ActiveClaim(self._plane, self.id, claimed, self._group)
             self._running[claimed.id, claimed.attempt] = running
             self._keeper.add(claimed.id, claimed.attempt)
             running.release_first, back = back, []
@@ -253,7 +255,7 @@ class Worker:
 
     # Running
 
-    async def _run(self, running: Running) -> bool:
+    async def _run(self, running: ActiveClaim) -> bool:
         """Run a body and say what came of it; whether its task can run another."""
         done: Done | None = None
         try:
@@ -271,11 +273,11 @@ class Worker:
                 self._end(running)
         return not running.spoiled
 
-    async def _body(self, running: Running) -> Done | None:
+    async def _body(self, running: ActiveClaim) -> Done | None:
         """What the body gave; None when it was stopped from outside."""
         try:
             with running.scope:
-                return await in_own_context(self._context.copy(), self._executor.run(running.claimed, running))
+                return await run_in_context(self._context.copy(), self._executor.run(running.claimed, running))
         except anyio.get_cancelled_exc_class() as exc:
             if not await was_cancelled_from_outside(lambda: self._leaving):
                 running.spoiled = True  # on asyncio a body may cancel itself, which its task does not forget
@@ -284,7 +286,7 @@ class Worker:
             return refused(exc)
         return None
 
-    async def _settle(self, running: Running, done: Done | None) -> None:
+    async def _settle(self, running: ActiveClaim, done: Done | None) -> None:
         if running.early is not None:
             with anyio.CancelScope(shield=True):
                 await running.early.wait()
@@ -300,7 +302,7 @@ class Worker:
                 return
         await self._deliver(running, done)
 
-    async def _deliver(self, running: Running, done: Done | None) -> None:
+    async def _deliver(self, running: ActiveClaim, done: Done | None) -> None:
         """Say what came of it; not cut short by the worker's own end, but not for ever then either."""
         with self._goodbye(f"deliver the outcome of {running.claimed.id}"):
             try:
@@ -308,14 +310,14 @@ class Worker:
             except anyio.get_cancelled_exc_class():  # asyncio's own cancellation, which no shield stops, comes once
                 await self._say(running, done)
 
-    async def _say(self, running: Running, done: Done | None) -> None:
+    async def _say(self, running: ActiveClaim, done: Done | None) -> None:
         state = await running.deliver(done, self._terms)
         if state is not None and logger.isEnabledFor(logging.INFO):
             seconds = time.monotonic() - running.started
             why = "" if done is None or done.error is None else f", {done.error.type}"
             logger.info("%s %s %s %.3f s%s", running.claimed.id, running.function, state, seconds, why)
 
-    def _end(self, running: Running) -> None:
+    def _end(self, running: ActiveClaim) -> None:
         claimed = running.claimed
         del self._running[claimed.id, claimed.attempt]
         self._keeper.discard(claimed.id, claimed.attempt)
@@ -335,12 +337,12 @@ class Worker:
         if running is not None:
             self._interrupt(running, what)
 
-    def _interrupt(self, running: Running, reason: Reason) -> None:
+    def _interrupt(self, running: ActiveClaim, reason: Reason) -> None:
         early = running.interrupt(reason)
         if early is not None:
             self._group.start_soon(self._deliver_early, running, early)
 
-    async def _deliver_early(self, running: Running, delivered: anyio.Event) -> None:
+    async def _deliver_early(self, running: ActiveClaim, delivered: anyio.Event) -> None:
         """The outcome of a body in a thread does not wait for its end; the slot does, but not for ever."""
         try:
             await self._deliver(running, None)

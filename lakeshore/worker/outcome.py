@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..planes.contract.operations import Claimed
     from ..planes.plane import Plane
 
-__all__ = ["LOST", "Executor", "Reason", "Relay", "Running", "Terms"]
+__all__ = ["LOST", "ActiveClaim", "BodyChannel", "Executor", "Reason", "WorkerSettings"]
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
@@ -58,7 +58,7 @@ Reason: TypeAlias = Literal["cancel", "timeout", "lost", "shutdown"]
 
 
 @dataclass(frozen=True)
-class Terms:
+class WorkerSettings:
     """On which terms a worker works; see `run_worker`. Times are float seconds."""
 
     concurrency: int
@@ -69,7 +69,7 @@ class Terms:
     grace: float
 
 
-class Relay(Emit, Protocol):
+class BodyChannel(Emit, Protocol):
     """The `Emit` of a body that runs elsewhere, for who stands between."""
 
     killed_at_shutdown: bool
@@ -94,12 +94,12 @@ class Executor(Protocol):
     rests_until: float
     """Before this time, of `time.monotonic()`, nothing is to be claimed for it."""
 
-    async def run(self, claimed: Claimed, emit: Relay) -> Done:
+    async def run(self, claimed: Claimed, emit: BodyChannel) -> Done:
         """Run the body. Cancelled: stop it, and then raise."""
         ...
 
 
-class Running:
+class ActiveClaim:
     """A claim that occupies a slot, and the `Emit` of its body.
 
     Its outcome is decided once: by the body's end, or by an interruption. A body in a thread cannot be stopped, so an
@@ -170,7 +170,7 @@ class Running:
         """Whether it does no harm to say this outcome twice: then saying it needs no shield, which would cost more."""
         return done.state == "succeeded" and self._writer is None
 
-    async def deliver(self, done: Done | None, terms: Terms) -> str | None:
+    async def deliver(self, done: Done | None, terms: WorkerSettings) -> str | None:
         """Say to the plane what came of it, for as long as that takes; the state that it has now, None when lost.
 
         done: what the body gave, None when it was stopped.
@@ -205,7 +205,7 @@ class Running:
         """Whether a far side may have failed for a reason that is not in what it was told."""
         return not self._plane.local and isinstance(exc, DispatchError) and not isinstance(exc, TooLarge)
 
-    async def _deliver(self, done: Done | None, terms: Terms) -> str:
+    async def _deliver(self, done: Done | None, terms: WorkerSettings) -> str:
         if self._writer is not None:
             await self._writer.drain()
             error = self._writer.error
@@ -219,7 +219,7 @@ class Running:
         answer = await self._plane.do(op)
         return op.state if isinstance(op, Finish) else str(answer.state)
 
-    def _operation(self, done: Done | None, terms: Terms) -> Finish | Requeue:
+    def _operation(self, done: Done | None, terms: WorkerSettings) -> Finish | Requeue:
         stopped = done is None or done.state != "succeeded"
         if self.reason == "timeout":
             error = Failure("TimeoutError", f"the body ran longer than this worker's timeout of {terms.timeout} s")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-__all__ = ["Slots", "in_own_context", "was_cancelled_from_outside"]
+__all__ = ["Slots", "run_in_context", "was_cancelled_from_outside"]
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Slots(Generic[T]):
         return ending
 
 
-class in_own_context(Generic[T]):
+class run_in_context(Generic[T]):
     """Await a coroutine with each of its steps in `context`, as if it were a task of its own."""
 
     __slots__ = ("_context", "_coro")

@@ -16,7 +16,7 @@ from child_kit import HERE, environ
 from helpers import wait_until_sync
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.daemon.workdir import Orders
+from dreamlake.lakeshore.daemon.workdir import ChildSettings
 from dreamlake.lakeshore.wire import FrameDecoder, FrameKind, unpack
 
 if TYPE_CHECKING:
@@ -136,8 +136,10 @@ def test_leftovers_of_an_earlier_run_are_gone(folder: Path) -> None:
 def test_the_environment_says_where_and_who(folder: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    orders = Orders(folder, root, "abc", "mother", "grandmother", "scenes/7", "off", False, ("child_bodies", "x"), 3)
-    assert Orders.read(orders.environ()) == orders
+    orders = ChildSettings(
+        folder, root, "abc", "mother", "grandmother", "scenes/7", "off", False, ("child_bodies", "x"), 3
+    )
+    assert ChildSettings.read(orders.environ()) == orders
     child = begin(folder, bodies.around, **orders.environ())
     assert end(child) == (0, "")
     seen = unpack((folder / "result.msgpack").read_bytes())

@@ -15,9 +15,9 @@ import anyio
 
 from dreamlake.lakeshore.body.execute import leaves
 from dreamlake.lakeshore.runners.process.runner import ProcessRunner, child_environ
-from dreamlake.lakeshore.worker.child import Child, Rules
+from dreamlake.lakeshore.worker.child import ChildExecutor, ChildRules
 from dreamlake.lakeshore.worker.loop import run_executor
-from dreamlake.lakeshore.worker.outcome import Terms
+from dreamlake.lakeshore.worker.outcome import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
@@ -64,10 +64,10 @@ async def children(
     runner = process_runner() if runner is None else runner
     stop, failure = anyio.Event(), list[BaseException]()
     said = {"workdir": folder / "work", "root": folder, "local": queue.dispatch.local, **(rules or {})}
-    executor = partial(Child, runner, Rules(**said))
+    executor = partial(ChildExecutor, runner, ChildRules(**said))
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(partial(run_executor, queue, executor, Terms(**{**TERMS, **terms}), stop=stop))
+            group.start_soon(partial(run_executor, queue, executor, WorkerSettings(**{**TERMS, **terms}), stop=stop))
             try:
                 yield stop
             except Exception as exc:

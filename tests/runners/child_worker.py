@@ -17,14 +17,14 @@ import anyio
 from child_kit import TERMS, process_runner
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.worker.child import Child, Rules
+from dreamlake.lakeshore.worker.child import ChildExecutor, ChildRules
 from dreamlake.lakeshore.worker.loop import run_executor
-from dreamlake.lakeshore.worker.outcome import Terms
+from dreamlake.lakeshore.worker.outcome import WorkerSettings
 
 
 async def main(path: str, folder: str, terms: dict[str, Any]) -> None:
     stop = anyio.Event()
-    rules = Rules(Path(folder) / "work", Path(folder), local=True)
+    rules = ChildRules(Path(folder) / "work", Path(folder), local=True)
     runner = process_runner(grace=0.3, warm=bool(os.environ.get("WARM")))
     async with dls.Dispatch(path) as plane, anyio.create_task_group() as group:
 
@@ -36,7 +36,9 @@ async def main(path: str, folder: str, terms: dict[str, Any]) -> None:
         group.start_soon(watch)
         queue = dls.Queue("q", dispatch=plane)
         try:
-            await run_executor(queue, partial(Child, runner, rules), Terms(**{**TERMS, **terms}), stop=stop)
+            await run_executor(
+                queue, partial(ChildExecutor, runner, rules), WorkerSettings(**{**TERMS, **terms}), stop=stop
+            )
         finally:
             await runner.aclose()
         group.cancel_scope.cancel()

@@ -22,7 +22,7 @@ from engines import IMAGE, engines_folder, import_image, podman_arguments, root_
 from helpers import wait_until_sync
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.daemon.workdir import Folder, Orders
+from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.worker.runner import Launch
 
 if TYPE_CHECKING:
@@ -256,4 +256,4 @@ def launch(tmp_path: Path, fn: Any = bodies.nothing, *args: Any, attempt: int = 
     folder = Folder.take(tmp_path / "work", "a", dls.thunk(fn, *args).to_envelope().to_bytes())
     assert folder is not None
     fields: dict[str, Any] = {"script": None, "as_user": None, **more}
-    return Launch("a", attempt, folder, Orders(folder.path, tmp_path, "a").environ(), **fields)
+    return Launch("a", attempt, folder, ChildSettings(folder.path, tmp_path, "a").environ(), **fields)

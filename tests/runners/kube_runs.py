@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from helpers import wait_until
 
-from dreamlake.lakeshore.daemon.workdir import Folder, Orders
+from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.runners.kube.runner import KubeRunner
 from dreamlake.lakeshore.worker.runner import Launch
 
@@ -25,7 +25,7 @@ SLEEPS = "trap 'exit 3' TERM; echo began >began; while :; do sleep 0.02; done"
 def launch(tmp_path: Path, script: str | None = "exit 0", id: str = "a", attempt: int = 1, **more: Any) -> Launch:
     folder = Folder.take(tmp_path / "work", id, b"")
     assert folder is not None
-    environ = {**Orders(folder.path, tmp_path / "root", id).environ(), **more.pop("environ", {})}
+    environ = {**ChildSettings(folder.path, tmp_path / "root", id).environ(), **more.pop("environ", {})}
     return Launch(id, attempt, folder, environ, script, more.pop("as_user", None))
 
 

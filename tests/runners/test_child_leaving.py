@@ -16,7 +16,7 @@ from dreamlake.lakeshore.daemon.workdir import Folder
 from dreamlake.lakeshore.planes.contract.operations import Claimed
 from dreamlake.lakeshore.testing.leaving import WAYS, Caller, Way
 from dreamlake.lakeshore.wire import unpack
-from dreamlake.lakeshore.worker.child import Child, Rules
+from dreamlake.lakeshore.worker.child import ChildExecutor, ChildRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,8 +58,8 @@ async def test_at_every_place(
     if way == "native" and anyio_backend_name != "asyncio":
         return
     runner = process_runner(warm=warm, grace=2.0)
-    rules = Rules(tmp_path / "work", tmp_path, local=True, keep=0)
-    child = Child(runner, rules, 1)
+    rules = ChildRules(tmp_path / "work", tmp_path, local=True, keep=0)
+    child = ChildExecutor(runner, rules, 1)
     claimed = Claimed("a", "q", dls.thunk(fn, 3).to_envelope().to_bytes(), 1, 0, 0, 0, True, None, None, None)
     left = 0
     try:

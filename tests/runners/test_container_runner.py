@@ -23,7 +23,7 @@ from container_kit import DOCKER, PODMAN, Docker, Podman, launch, pairs
 from helpers import wait_until, wait_until_sync
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.daemon.workdir import Folder, Orders
+from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.runners import attached_client as followed
@@ -159,7 +159,7 @@ def test_children_elsewhere_keep_paths_and_programs_of_their_own() -> None:
 def test_values_stand_in_no_argument() -> None:
     runner = DockerRunner("i", environ={"TOKEN": "secret-1", "LAKESHORE_CLIENT_TOKEN": "secret-2", "A": "secret-3\n"})
     folder = Path("/jobs/a")
-    asked = Launch("a", 1, Folder(folder, 0, 0), Orders(folder, Path("/r"), "a").environ(), None, None)
+    asked = Launch("a", 1, Folder(folder, 0, 0), ChildSettings(folder, Path("/r"), "a").environ(), None, None)
     arguments, client, lines = runner._arguments(asked, "name")
     assert "secret" not in " ".join(arguments)
     assert (client["LAKESHORE_CLIENT_TOKEN"], client["A"], lines) == ("secret-2", "secret-3\n", b"TOKEN=secret-1\n")

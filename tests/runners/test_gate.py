@@ -27,7 +27,7 @@ DAEMON = """
 import os, signal, sys
 from pathlib import Path
 import anyio, child_kit
-from dreamlake.lakeshore.daemon.workdir import Folder, Orders
+from dreamlake.lakeshore.daemon.workdir import Folder, ChildSettings
 from dreamlake.lakeshore.worker.runner import Launch
 from dreamlake.lakeshore.runners.process import runner as process
 
@@ -39,7 +39,7 @@ def dies(reading, group):
 async def main(work, warm, script):
     process.end_with_us = dies
     folder = Folder.take(work, "a", (work / "args").read_bytes())
-    orders = Orders(folder.path, work, "a").environ()
+    orders = ChildSettings(folder.path, work, "a").environ()
     await child_kit.process_runner(warm=bool(warm)).start(Launch("a", 1, folder, orders, script or None, None))
 
 anyio.run(main, Path(sys.argv[1]), *sys.argv[2:])

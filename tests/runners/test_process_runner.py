@@ -15,7 +15,7 @@ from child_kit import children, environ, folders, holders, process_runner
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.daemon.workdir import Folder, Orders
+from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.runners import process_groups as groups
@@ -35,7 +35,7 @@ def launch(tmp_path: Path, fn: Any = bodies.nothing, *args: Any, **more: Any) ->
     folder = Folder.take(tmp_path / "work", "a", dls.thunk(fn, *args).to_envelope().to_bytes())
     assert folder is not None
     fields: dict[str, Any] = {"script": None, "as_user": None, **more}
-    return Launch("a", 1, folder, Orders(folder.path, tmp_path, "a").environ(), **fields)
+    return Launch("a", 1, folder, ChildSettings(folder.path, tmp_path, "a").environ(), **fields)
 
 
 def test_what_children_have_of_an_environment() -> None:

@@ -22,7 +22,7 @@ from conformance_kit import skip_without
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.daemon.workdir import Folder, Orders
+from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.runners.slurm import runner as slurm
@@ -562,7 +562,7 @@ def test_what_slurm_says_of_an_end(
 def made_launch(tmp_path: Path, id: str, attempt: int) -> Launch:
     folder = Folder.take(tmp_path / "work", id, dls.thunk(bodies.double, 4).to_envelope().to_bytes())
     assert folder is not None
-    orders = Orders(folder.path, tmp_path, id, attempt=attempt)
+    orders = ChildSettings(folder.path, tmp_path, id, attempt=attempt)
     return Launch(id, attempt, folder, orders.environ(), None, None)
 
 

@@ -18,7 +18,7 @@ from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.testing import running_worker
 from dreamlake.lakeshore.wire import Envelope, pack
 from dreamlake.lakeshore.worker.loop import Worker
-from dreamlake.lakeshore.worker.outcome import Terms
+from dreamlake.lakeshore.worker.outcome import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -269,7 +269,7 @@ class Faulty:
 async def test_a_fault_around_a_body_fails_its_invocation_alone(
     queue: dls.Queue, fault: Callable[[], BaseException | Done], type: str, message: str
 ) -> None:
-    terms = Terms(concurrency=1, retries=3, timeout=None, lease=30.0, max_lost=5, grace=5.0)
+    terms = WorkerSettings(concurrency=1, retries=3, timeout=None, lease=30.0, max_lost=5, grace=5.0)
     worker = Worker(queue.dispatch, [queue.name], Faulty([fault()]), terms)
     stop = anyio.Event()
     async with anyio.create_task_group() as group:

@@ -16,7 +16,7 @@ from reading import read_into
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract.operations import Reap
 from dreamlake.lakeshore.testing import running_worker
-from dreamlake.lakeshore.worker.outcome import Running
+from dreamlake.lakeshore.worker.outcome import ActiveClaim
 
 if TYPE_CHECKING:
     from dreamlake.lakeshore.planes.contract.records import Row
@@ -285,14 +285,14 @@ async def test_R82_once_does_not_wait_for_ever_for_a_stuck_thread(queue: dls.Que
 
 async def test_a_timeout_during_the_delivery_changes_nothing(queue: dls.Queue, monkeypatch: Any) -> None:
     """The outcome is decided; the clock of the worker must neither stop it nor spin meanwhile."""
-    deliver, entered, go = Running.deliver, anyio.Event(), anyio.Event()
+    deliver, entered, go = ActiveClaim.deliver, anyio.Event(), anyio.Event()
 
-    async def slow(self: Running, *args: Any) -> Any:
+    async def slow(self: ActiveClaim, *args: Any) -> Any:
         entered.set()
         await go.wait()
         return await deliver(self, *args)
 
-    monkeypatch.setattr(Running, "deliver", slow)
+    monkeypatch.setattr(ActiveClaim, "deliver", slow)
     async with running_worker(queue, timeout=4.0):
         id = await queue.submit(dls.thunk(bodies.adouble, 4))
         await entered.wait()

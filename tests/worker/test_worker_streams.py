@@ -20,7 +20,7 @@ from dreamlake.lakeshore.testing import running_worker
 from dreamlake.lakeshore.worker import frame_writer as frames_module
 from dreamlake.lakeshore.worker import outcome as claims_module
 from dreamlake.lakeshore.worker.frame_writer import FrameWriter
-from dreamlake.lakeshore.worker.outcome import Running, Terms
+from dreamlake.lakeshore.worker.outcome import ActiveClaim, WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -238,12 +238,12 @@ async def test_a_generator_that_ends_in_the_moment_it_is_stopped_has_not_succeed
     id = await queue.submit(dls.thunk(bodies.count, 1))
     (claimed,) = await queue.dispatch.claim(["q"], "w")
     async with anyio.create_task_group() as group:
-        running = Running(queue.dispatch, "w", claimed, group)
+        running = ActiveClaim(queue.dispatch, "w", claimed, group)
         running.in_thread = True
         running.begin()
         running.add(0)
         assert running.interrupt("shutdown") is None
-        terms = Terms(concurrency=1, retries=0, timeout=None, lease=30, max_lost=5, grace=1)
+        terms = WorkerSettings(concurrency=1, retries=0, timeout=None, lease=30, max_lost=5, grace=1)
         assert await running.deliver(Done("succeeded", dls.wire.pack(None)), terms) == "queued"
     assert (await queue.get(id)).state == "queued"
     assert await frames_of(queue, id) == []

@@ -421,9 +421,9 @@ async def test_a_finished_outcome_survives_the_cancellation_of_its_worker(queue:
 async def delivering(id: str) -> bool:
     import gc
 
-    from dreamlake.lakeshore.worker.outcome import Running
+    from dreamlake.lakeshore.worker.outcome import ActiveClaim
 
-    found = [one for one in gc.get_objects() if type(one) is Running]  # isinstance would ask objects of others too
+    found = [one for one in gc.get_objects() if type(one) is ActiveClaim]  # isinstance would ask objects of others too
     return any(one.decided and one.claimed.id == id for one in found)
 
 

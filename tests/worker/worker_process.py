@@ -24,7 +24,7 @@ from dreamlake.lakeshore.planes.sqlite import connection as database
 from dreamlake.lakeshore.planes.sqlite import statements
 from dreamlake.lakeshore.planes.sqlite.store import SqliteStore
 from dreamlake.lakeshore.worker.loop import Worker
-from dreamlake.lakeshore.worker.outcome import Running
+from dreamlake.lakeshore.worker.outcome import ActiveClaim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ def die_before_a_claim() -> None:
 
 def arm() -> None:
     before(Worker, "_begin", "between claim and start")
-    before(Running, "deliver", "between result and ack")
+    before(ActiveClaim, "deliver", "between result and ack")
     if "commit of" in MOMENT:
         Commit().wrap_transaction()
     if MOMENT == "before the claim":
