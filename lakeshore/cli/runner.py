@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from ..planes.plane import Plane
-    from ..worker.outcome import Executor
+    from ..worker.executor import Executor
     from ..worker.runner import Runner
 
 __all__ = ["RUNNER_OPTIONS", "Children", "WorkerCommand", "executor", "make_runner"]

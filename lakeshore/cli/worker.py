@@ -210,7 +210,7 @@ async def _run(
     stop: anyio.Event,
 ) -> int:
     from ..worker.loop import run_executor, run_worker
-    from ..worker.outcome import WorkerSettings
+    from ..worker.settings import WorkerSettings
 
     if runner is None:
         return await run_worker(queues, once=once, stop=stop, **options._asdict())

@@ -39,8 +39,8 @@ from ..errors import DispatchError, TransportError, WireError
 from ..ids import check_id
 from ..planes.contract.records import Failure
 from ..wire import Envelope, pack, unpack
+from .executor import LOST
 from .frame_tail import LARGEST, FrameTail
-from .outcome import LOST
 from .runner import Exit, Launch, to_the_end
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..planes.contract.operations import Claimed
-    from .outcome import BodyChannel
+    from .executor import BodyChannel
     from .runner import Process, Runner
 
 __all__ = ["ChildExecutor", "ChildRules"]
@@ -102,23 +102,23 @@ class ChildExecutor:
     def __init__(self, runner: Runner, rules: ChildRules, concurrency: int) -> None:
         self.runner, self.rules = runner, rules
         self.threads = anyio.CapacityLimiter(2 * concurrency + 2)  # for files, which may lie far away
-        self.rests_until, self.refusals = 0.0, 0
+        self.paused_until, self.refusals = 0.0, 0
 
     def refused(self, exc: Exception) -> None:
         """No child could be started. The invocation says so and fails, but others are to wait for better times: an engine
         that is down would have the whole queue fail."""
         now = time.monotonic()
-        if now < self.rests_until:
+        if now < self.paused_until:
             return
         pause = min(2.0**self.refusals, MOST_REST) * random.uniform(0.75, 1.25)
-        self.refusals, self.rests_until = min(self.refusals + 1, 10), now + pause
+        self.refusals, self.paused_until = min(self.refusals + 1, 10), now + pause
         logger.error(
             "the %s runner cannot start children, nothing is claimed for %.1f s: %s", self.runner.name, pause, exc
         )
 
-    async def run(self, claimed: Claimed, emit: BodyChannel) -> Done:
+    async def run(self, claimed: Claimed, channel: BodyChannel) -> Done:
         """Run the body. Cancelled: its child has ended when this raises, or gives the result that it had all the same."""
-        attempt = _ChildAttempt(self, claimed, emit)
+        attempt = _ChildAttempt(self, claimed, channel)
         try:
             return await attempt.run()
         finally:
@@ -147,7 +147,7 @@ class _ChildAttempt:
         self._kept = False
 
     async def run(self) -> Done:
-        self._emit.clock = None  # an engine may keep a child waiting for days
+        self._emit.timeout_start = None  # an engine may keep a child waiting for days
         try:
             check_id(self._claimed.id)
             self._emit.function = _name(self._claimed.body)
@@ -167,8 +167,8 @@ class _ChildAttempt:
             output = await self._child.in_thread(partial(last_output, launch.folder.path))
             return _failed(f"the {self._child.runner.name} runner could not start a child: {exc}", output)
         self._child.refusals = 0
-        self._emit.clock = time.monotonic()
-        self._emit.killed_at_shutdown = self._rules.on_shutdown == "killed"
+        self._emit.timeout_start = time.monotonic()
+        self._emit.kill_at_shutdown = self._rules.on_shutdown == "killed"
         return await self._outcome(launch.folder, self._process)
 
     async def leave(self) -> None:
@@ -180,7 +180,7 @@ class _ChildAttempt:
 
     def _put_away(self, folder: Folder) -> None:
         try:
-            stopped = self._process is None and self._emit.reason in ("cancel", "timeout")
+            stopped = self._process is None and self._emit.stop_reason in ("cancel", "timeout")
             if not self._kept and not (
                 stopped and (folder.path / ERROR).exists()
             ):  # it had begun before that was known
@@ -257,8 +257,8 @@ class _ChildAttempt:
             done = await to_the_end(partial(self._stop, folder, process))
             if done.state == "succeeded" and isinstance(exc, anyio.get_cancelled_exc_class()):
                 return done  # the body has not let itself be stopped
-            reason = self._emit.reason
-            self._kept = reason in ("cancel", "timeout") or (self._emit.killed_at_shutdown and reason != "lost")
+            reason = self._emit.stop_reason
+            self._kept = reason in ("cancel", "timeout") or (self._emit.kill_at_shutdown and reason != "lost")
             raise
         done = await self._child.in_thread(partial(self._read, folder, ended))
         self._kept = done.state != "succeeded"

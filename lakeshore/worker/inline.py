@@ -22,15 +22,15 @@ _PLAIN = (
 class InlineExecutor:
     """Runs bodies here: `concurrency` of them in threads at once, a bound of its own in place of anyio's for all."""
 
-    rests_until = 0.0
+    paused_until = 0.0
 
     def __init__(self, trusted: Site, untrusted: Site, concurrency: int) -> None:
         self._trusted, self._untrusted = trusted, untrusted
         self._threads = anyio.CapacityLimiter(concurrency)
 
-    async def run(self, claimed: Claimed, emit: Emit) -> Done:
+    async def run(self, claimed: Claimed, channel: Emit) -> Done:
         """Run the body. Cancelled, an async body has ended when this raises; a thread goes on without its claim."""
         site = self._trusted if claimed.trusted else self._untrusted
         return await invoke(
-            claimed.body, site, emit, id=claimed.id, attempt=claimed.attempt, threads=self._threads, payload=_PLAIN
+            claimed.body, site, channel, id=claimed.id, attempt=claimed.attempt, threads=self._threads, payload=_PLAIN
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextvars
 import logging
-import math
 import os
 import secrets
 import socket
@@ -29,12 +28,14 @@ from ..planes.contract.operations import Claimed, Fence, Requeue
 from ..planes.lease_keeper import LeaseKeeper
 from ..settings import read_settings
 from .inline import InlineExecutor
-from .outcome import ActiveClaim, Executor, Reason, WorkerSettings
+from .outcome import ActiveClaim
+from .settings import WorkerSettings
 from .slots import Slots, run_in_context, was_cancelled_from_outside
 
 if TYPE_CHECKING:
     from ..client.queue import Queue
     from ..planes.plane import Plane
+    from .executor import Executor, StopReason
 
 __all__ = ["Worker", "run_executor", "run_worker"]
 
@@ -103,7 +104,7 @@ async def run_executor(
 ) -> int:
     """The same, with bodies run by `executor(concurrency)`."""
     plane, names = _where(queues)
-    _check(terms)
+    terms.check()
     if once:
         terms = replace(terms, concurrency=1)
     return await Worker(plane, names, executor(terms.concurrency), terms).run(once=once, stop=stop)
@@ -118,15 +119,6 @@ def _where(queues: Queue | Sequence[Queue]) -> tuple[Plane, list[str]]:
 
 def _folder(root: str | os.PathLike[str] | None) -> Path:
     return Path(os.path.abspath(root or read_settings().root or ""))
-
-
-def _check(terms: WorkerSettings) -> None:
-    given, least = vars(terms), {"concurrency": 1, "retries": 0, "max_lost": 1, "grace": 0}
-    wrong = [f"{name}={given[name]} (at least {bound})" for name, bound in least.items() if not given[name] >= bound]
-    seconds = {name: given[name] for name in ("lease", "timeout") if given[name] is not None}
-    wrong += [f"{name}={value} (seconds above 0)" for name, value in seconds.items() if not 0 < value < math.inf]
-    if wrong:
-        raise ValueError(f"a worker cannot work with {', '.join(wrong)}")
 
 
 class Worker:
@@ -193,7 +185,7 @@ class Worker:
                     claimer.rest()
                     await self._change()
                 self._alone = False
-                if not once and (rest := self._executor.rests_until - time.monotonic()) > 0:
+                if not once and (rest := self._executor.paused_until - time.monotonic()) > 0:
                     claimer.rest()
                     await anyio.sleep(rest)
                     continue
@@ -292,7 +284,7 @@ class Worker:
                 await running.early.wait()
             return
         running.decided = True
-        running.reason = running.reason or ("shutdown" if done is None else None)
+        running.stop_reason = running.stop_reason or ("shutdown" if done is None else None)
         if done is not None and running.repeatable(done):
             try:
                 await self._say(running, done)
@@ -337,7 +329,7 @@ class Worker:
         if running is not None:
             self._interrupt(running, what)
 
-    def _interrupt(self, running: ActiveClaim, reason: Reason) -> None:
+    def _interrupt(self, running: ActiveClaim, reason: StopReason) -> None:
         early = running.interrupt(reason)
         if early is not None:
             self._group.start_soon(self._deliver_early, running, early)
@@ -362,7 +354,7 @@ class Worker:
         while True:
             now, wake = time.monotonic(), timeout
             for running in list(self._running.values()):
-                left = timeout if running.clock is None else running.clock + timeout - now
+                left = timeout if running.timeout_start is None else running.timeout_start + timeout - now
                 if running.stoppable and left <= 0:
                     self._interrupt(running, "timeout")
                 elif running.stoppable:

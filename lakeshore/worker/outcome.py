@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import random
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
 import anyio
 
-from ..body.execute import Done, Emit, Pace, describe, refused
+from ..body.execute import Done, Pace, describe, refused
 from ..errors import (
     ClaimLost,
     DispatchError,
@@ -25,6 +24,7 @@ from ..planes.contract.failures import CANCELLED_RUNNING
 from ..planes.contract.operations import Fence, Finish, Requeue
 from ..planes.contract.records import Failure
 from ..planes.protocol.routes import TooLarge
+from .executor import LOST
 from .frame_writer import FrameWriter, final_frame
 
 if TYPE_CHECKING:
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
     from ..planes.contract.operations import Claimed
     from ..planes.plane import Plane
+    from .executor import StopReason
+    from .settings import WorkerSettings
 
-__all__ = ["LOST", "ActiveClaim", "BodyChannel", "Executor", "Reason", "WorkerSettings"]
+__all__ = ["ActiveClaim"]
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
@@ -48,55 +50,6 @@ GRACE_EXPIRED = Failure("Cancelled", "daemon shutdown grace expired")
 
 FAILURES = 10
 """How often a far side may fail with an outcome, over a minute or so, before something is said in its place."""
-
-LOST = "lost"
-"""The state in a Done whose body was lost with what it ran on. Such an attempt counts as a failure, and is followed by
-another one as long as the losses of a row may be, whatever the retries: the body has not failed."""
-
-Reason: TypeAlias = Literal["cancel", "timeout", "lost", "shutdown"]
-"""Why a body is stopped."""
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """On which terms a worker works; see `run_worker`. Times are float seconds."""
-
-    concurrency: int
-    retries: int
-    timeout: float | None
-    lease: float
-    max_lost: int
-    grace: float
-
-
-class BodyChannel(Emit, Protocol):
-    """The `Emit` of a body that runs elsewhere, for who stands between."""
-
-    killed_at_shutdown: bool
-    """Set by the executor: stopped with its worker, the invocation is `killed` and does not go back to its queue."""
-    clock: float | None
-    """Since when, of `time.monotonic`, the worker's timeout counts: from the claim on, unless the executor says None, not
-    yet, and later when."""
-
-    @property
-    def reason(self) -> Reason | None:
-        """Why the body is being stopped, as far as that is known yet."""
-        ...
-
-    def add_packed(self, data: bytes) -> Pace:
-        """`add` for a value that is packed already."""
-        ...
-
-
-class Executor(Protocol):
-    """How bodies run: in this process, or in a child each."""
-
-    rests_until: float
-    """Before this time, of `time.monotonic()`, nothing is to be claimed for it."""
-
-    async def run(self, claimed: Claimed, emit: BodyChannel) -> Done:
-        """Run the body. Cancelled: stop it, and then raise."""
-        ...
 
 
 class ActiveClaim:
@@ -113,14 +66,14 @@ class ActiveClaim:
     """Claims to give back before the body starts."""
     spoiled = False
     """The body has cancelled its own task."""
-    killed_at_shutdown = False
+    kill_at_shutdown = False
 
     def __init__(self, plane: Plane, worker: str, claimed: Claimed, group: TaskGroup) -> None:
         self.claimed, self.fence = claimed, Fence(claimed.id, worker, claimed.attempt)
         self.scope = anyio.CancelScope()
         self.started = time.monotonic()
-        self.clock: float | None = self.started
-        self.reason: Reason | None = None
+        self.timeout_start: float | None = self.started
+        self.stop_reason: StopReason | None = None
         self.decided = False
         self.early: anyio.Event | None = None
         """Where the outcome was decided before the body's end: set when it is delivered."""
@@ -151,13 +104,13 @@ class ActiveClaim:
     @property
     def stoppable(self) -> bool:
         """Whether an interruption still makes a difference."""
-        return self.reason is None and not self.decided
+        return self.stop_reason is None and not self.decided
 
-    def interrupt(self, reason: Reason) -> anyio.Event | None:
+    def interrupt(self, reason: StopReason) -> anyio.Event | None:
         """Stop the body for `reason`. Where it cannot be stopped, the event to set after delivering without it."""
         if not self.stoppable:
             return None
-        self.reason = reason
+        self.stop_reason = reason
         if self.in_thread and self._writer is not None:
             self._writer.stop(f"its body was stopped ({reason})")
         if self.in_thread and reason != "shutdown":
@@ -209,7 +162,7 @@ class ActiveClaim:
         if self._writer is not None:
             await self._writer.drain()
             error = self._writer.error
-            if error is not None and self.in_thread and self.reason is not None:
+            if error is not None and self.in_thread and self.stop_reason is not None:
                 done = None  # what it had still to write is gone, so it has not succeeded whatever it says
             elif isinstance(error, (ClaimLost, InvocationNotFound)):
                 raise error
@@ -221,14 +174,14 @@ class ActiveClaim:
 
     def _operation(self, done: Done | None, terms: WorkerSettings) -> Finish | Requeue:
         stopped = done is None or done.state != "succeeded"
-        if self.reason == "timeout":
+        if self.stop_reason == "timeout":
             error = Failure("TimeoutError", f"the body ran longer than this worker's timeout of {terms.timeout} s")
             return self._finish("timeout", None, error)
-        if self.reason == "cancel" and stopped:
+        if self.stop_reason == "cancel" and stopped:
             return self._finish("killed", None, CANCELLED_RUNNING)
-        if self.reason == "shutdown" and stopped and self.killed_at_shutdown:
+        if self.stop_reason == "shutdown" and stopped and self.kill_at_shutdown:
             return self._finish("killed", None, GRACE_EXPIRED)
-        if done is None or (self.reason == "shutdown" and stopped):
+        if done is None or (self.stop_reason == "shutdown" and stopped):
             return Requeue(self.fence)
         again = self.claimed.failures < terms.retries
         if done.state == LOST:

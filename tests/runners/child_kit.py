@@ -17,7 +17,7 @@ from dreamlake.lakeshore.body.execute import leaves
 from dreamlake.lakeshore.runners.process.runner import ProcessRunner, child_environ
 from dreamlake.lakeshore.worker.child import ChildExecutor, ChildRules
 from dreamlake.lakeshore.worker.loop import run_executor
-from dreamlake.lakeshore.worker.outcome import WorkerSettings
+from dreamlake.lakeshore.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping

@@ -19,7 +19,7 @@ from child_kit import TERMS, process_runner
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.worker.child import ChildExecutor, ChildRules
 from dreamlake.lakeshore.worker.loop import run_executor
-from dreamlake.lakeshore.worker.outcome import WorkerSettings
+from dreamlake.lakeshore.worker.settings import WorkerSettings
 
 
 async def main(path: str, folder: str, terms: dict[str, Any]) -> None:

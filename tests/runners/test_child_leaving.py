@@ -30,8 +30,8 @@ class Quiet:
 
     function = "?"
     in_thread = False
-    killed_at_shutdown = False
-    reason = None
+    kill_at_shutdown = False
+    stop_reason = None
 
     def __init__(self) -> None:
         self.values: list[Any] = []

@@ -18,7 +18,7 @@ from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.testing import running_worker
 from dreamlake.lakeshore.wire import Envelope, pack
 from dreamlake.lakeshore.worker.loop import Worker
-from dreamlake.lakeshore.worker.outcome import WorkerSettings
+from dreamlake.lakeshore.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -233,7 +233,7 @@ def test_groups_that_share_their_members_have_each_leaf_once_and_in_order() -> N
 class Faulty:
     """An executor with faults of its own, or whose outcomes cannot be written down."""
 
-    rests_until = 0.0
+    paused_until = 0.0
 
     def __init__(self, faults: list[BaseException | Done]) -> None:
         self._faults = faults

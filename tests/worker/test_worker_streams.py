@@ -20,7 +20,8 @@ from dreamlake.lakeshore.testing import running_worker
 from dreamlake.lakeshore.worker import frame_writer as frames_module
 from dreamlake.lakeshore.worker import outcome as claims_module
 from dreamlake.lakeshore.worker.frame_writer import FrameWriter
-from dreamlake.lakeshore.worker.outcome import ActiveClaim, WorkerSettings
+from dreamlake.lakeshore.worker.outcome import ActiveClaim
+from dreamlake.lakeshore.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
