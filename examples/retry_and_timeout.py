@@ -14,9 +14,10 @@ import dreamlake.lakeshore as dls
 
 
 async def flaky() -> str:
-    if dls.run.attempt < 3:
-        raise ConnectionError(f"attempt {dls.run.attempt} failed")
-    return f"attempt {dls.run.attempt} worked"
+    attempt = dls.run.attempt or 1  # None outside of a worker
+    if attempt < 3:
+        raise ConnectionError(f"attempt {attempt} failed")
+    return f"attempt {attempt} worked"
 
 
 async def slow() -> None:
