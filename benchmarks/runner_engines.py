@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from container_kit import pairs
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["IMPORTS", "Bare", "bare_containers", "bare_process", "bare_sandboxes", "bare_slurm"]
+__all__ = ["IMPORTS", "Bare", "bare_containers", "bare_process", "bare_slurm"]
 
 Bare: TypeAlias = "Callable[[str], None]"
 """Runs a line of Python to its end."""
@@ -51,45 +49,6 @@ def bare_containers(folder: Path, arguments: list[str]) -> Bare:
         options["image"],
     ]
     return lambda code: _run([*argv, "python3", "-P", "-c", code])
-
-
-def bare_sandboxes(folder: Path, arguments: list[str]) -> Bare:
-    """`runsc run` of a bundle."""
-    options, variables = pairs(arguments)
-    mounts: list[dict[str, Any]] = [{"destination": "/proc", "type": "proc", "source": "proc"}]
-    mounts += [
-        {"destination": one.target, "type": "bind", "source": one.source, "options": ["rbind", "ro"]}
-        for one in read_mounts(options["mount"])
-    ]
-    argv = [
-        "runsc",
-        "--ignore-cgroups",
-        f"--platform={options['platform']}",
-        "--network=none",
-        f"--root={folder}/state",
-    ]
-    numbers = itertools.count()
-
-    def start(code: str) -> None:
-        number = next(numbers)
-        config = {
-            "ociVersion": "1.0.2",
-            "process": {
-                "user": {"uid": 0, "gid": 0},
-                "args": ["python3", "-P", "-c", code],
-                "env": ["PATH=/usr/bin:/bin", *variables],
-                "cwd": "/",
-            },
-            "root": {"path": options["rootfs"], "readonly": True},
-            "mounts": mounts,
-            "linux": {"namespaces": [{"type": kind} for kind in ("pid", "ipc", "uts", "mount", "network")]},
-        }
-        bundle = folder / f"bundle-{number}"
-        bundle.mkdir()
-        (bundle / "config.json").write_text(json.dumps(config))
-        _run([*argv, "run", "--bundle", str(bundle), f"bare-{folder.name}-{number}"])
-
-    return start
 
 
 def bare_slurm(folder: Path, arguments: list[str]) -> Bare:

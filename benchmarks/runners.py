@@ -2,7 +2,7 @@
 
     python benchmarks/runners.py [--json] [--rounds 5] [--only NAME ...] [--quick]
 
-Each round measures, in turns: the bare engine (a process, `docker run`, `podman run`, `runsc run`, `sbatch --wait`), the
+Each round measures, in turns: the bare engine (a process, `docker run`, `podman run`, `sbatch --wait`), the
 same with the imports of a child in place of `pass`, and a no-op through `lakeshore worker start` with that runner. Of the
 runner's time the imports are taken off (NAME-imports: what they add to the bare engine), and the rest is compared with the
 bare engine; a warm start of a process is compared with a cold one.
@@ -33,7 +33,7 @@ from container_kit import DOCKER, GVISOR, PODMAN
 from engine_kit import PROCESS, WARM
 from figures import RUNNER_TARGETS
 from program import run
-from runner_engines import IMPORTS, bare_containers, bare_process, bare_sandboxes, bare_slurm
+from runner_engines import IMPORTS, bare_containers, bare_process, bare_slurm
 from slurm_kit import SLURM
 
 import dreamlake.lakeshore as dls
@@ -119,7 +119,7 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
     "process": process,
     "docker": partial(cold, "docker", DOCKER, bare_containers, 7),
     "podman": partial(cold, "podman", PODMAN, bare_containers, 7),
-    "gvisor": partial(cold, "gvisor", GVISOR, bare_sandboxes, 5),
+    "gvisor": partial(cold, "gvisor", GVISOR, bare_containers, 5),
     "slurm": partial(cold, "slurm", SLURM, bare_slurm, 3),
 }
 

@@ -57,9 +57,6 @@ RUNNERS = {
     "gvisor": Known(
         "docker.gvisor",
         "GvisorRunner",
-        "rootfs=FOLDER for runsc alone: read-only for children, with python=PATH in it (python3), binary=PATH of runsc, "
-        "platform (runsc's own), network=host or sandbox (none), mount, user, grace, start-timeout as docker has them, "
-        "state=FOLDER for what runsc keeps ($LAKESHORE_HOME/runsc), arg=--FLAG before the command, several between commas; "
-        "or image=NAME and runtime=NAME (runsc) with the options of docker.",
+        "runtime=NAME (runsc), which docker or podman has to know, and the other options of docker.",
     ),
 }

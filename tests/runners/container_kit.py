@@ -1,4 +1,4 @@
-"""dockerd, podman and gVisor's runsc for the tests, each started in a folder of its own with the image of `engines`.
+"""dockerd and podman for the tests, also with gVisor as runtime, each in a folder of its own with the image of `engines`.
 
 The image has a Python and nothing of ours: the package, what it needs, and the modules of this folder are mounted.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from engine_kit import Engine
 
-__all__ = ["DOCKER", "GVISOR", "PODMAN", "Docker", "Podman", "Runsc", "launch", "pairs"]
+__all__ = ["DOCKER", "GVISOR", "PODMAN", "Docker", "Podman", "launch", "pairs"]
 
 HERE = Path(__file__).resolve().parent
 SOURCE, SITE = "/lakeshore/source", "/lakeshore/site"
@@ -68,11 +68,20 @@ def _missing(*programs: str) -> str | None:
     return f"the programs {', '.join(absent)}" if absent else None
 
 
+def _write_runsc(folder: Path) -> Path:
+    """Write a program that runs runsc in a way that works on every machine."""
+    wrapper = folder / "runsc"
+    wrapper.write_text('#!/bin/sh\nexec runsc --platform=ptrace --ignore-cgroups --network=none "$@"\n')
+    wrapper.chmod(0o755)
+    return wrapper
+
+
 class _Containers:
     """What docker and podman have in common for a test."""
 
     argv: list[str]
     mark: str
+    runner: str
 
     def run(self, *args: str) -> str:
         """What the engine says; nothing where it fails."""
@@ -82,8 +91,12 @@ class _Containers:
         return self.run("ps", "-aq", "--filter", f"label={INVOCATION}={invocation}").split()
 
     def kill_child(self, id: str) -> None:
-        """The one below the init of the container."""
+        """The one below the init of the container; the container itself where gVisor runs it, whose processes are not
+        those of this machine."""
         for container in self.ids(id):
+            if self.runner == "gvisor":
+                self.run("kill", "--signal", "KILL", container)
+                continue
             init = self.run("inspect", "--format", "{{.State.Pid}}", container).strip()
             with suppress(OSError):
                 for child in Path(f"/proc/{init}/task/{init}/children").read_text().split():
@@ -97,20 +110,12 @@ class Docker(_Containers):
     """A dockerd that has no network and touches no other; it knows gVisor as `runsc` where that is installed."""
 
     def __init__(self, name: str = "docker", runner: str = "docker", **options: str) -> None:
-        self.name, self._runner, self._options = name, runner, options
+        self.name, self.runner, self._options = name, runner, options
         self._folder = Path()
         self.process: subprocess.Popen[bytes] | None = None
 
     def missing(self) -> str | None:
-        return _missing("containerd", "dockerd", "docker", *(["runsc"] if self._runner == "gvisor" else []))
-
-    def kill_child(self, id: str) -> None:
-        if self._runner != "gvisor":
-            super().kill_child(id)
-        for container in (
-            self.ids(id) if self._runner == "gvisor" else ()
-        ):  # whose processes are not those of this machine
-            self.run("kill", "--signal", "KILL", container)
+        return _missing("containerd", "dockerd", "docker", *(["runsc"] if self.runner == "gvisor" else []))
 
     @contextmanager
     def up(self) -> Iterator[list[str]]:
@@ -130,7 +135,7 @@ class Docker(_Containers):
                     "arg": f"--label={self.mark}",
                     **self._options,
                 }
-                yield _arguments(self._runner, **options)
+                yield _arguments(self.runner, **options)
 
     def close(self) -> None:
         """Remove what a failed test has left, which would hold the folder, and end dockerd."""
@@ -160,9 +165,7 @@ class Docker(_Containers):
     def _containerd(self) -> Iterator[None]:
         """What dockerd runs containers with, as a service of its own like on most machines."""
         (self._folder / "c.toml").write_text('version = 2\ndisabled_plugins = ["io.containerd.grpc.v1.cri"]\n')
-        wrapper = self._folder / "runsc"
-        wrapper.write_text('#!/bin/sh\nexec runsc --platform=ptrace --ignore-cgroups --network=none "$@"\n')
-        wrapper.chmod(0o755)
+        _write_runsc(self._folder)
         places = [f"--{name}={self._folder}/c.{name}" for name in ("root", "state")]
         argv = ["containerd", f"--config={self._folder}/c.toml", f"--address={self._folder}/c.sock", *places]
         process = self._spawn(*argv)
@@ -198,58 +201,32 @@ class Docker(_Containers):
 class Podman(_Containers):
     """podman on a store of the tests' own."""
 
-    name = "podman"
+    def __init__(self, name: str = "podman", runner: str = "docker") -> None:
+        self.name, self.runner = name, runner
 
     def missing(self) -> str | None:
-        return _missing("podman", "runc")
+        return _missing("podman", "runsc" if self.runner == "gvisor" else "runc")
 
     @contextmanager
     def up(self) -> Iterator[list[str]]:
         before = podman_arguments(engines_folder())
         self.argv, self.mark = ["podman", *before], f"test={secrets.token_hex(8)}"
-        yield _arguments(
-            "docker",
-            binary="podman",
-            image=IMAGE,
-            network="none",
-            runtime="runc",
-            global_arg=",".join(before),
-            arg=f"--ulimit=nofile=4096:4096,--ulimit=nproc=4096:4096,--label={self.mark}",
-        )
-
-
-class Runsc:
-    """runsc alone."""
-
-    name = "gvisor"
-
-    def missing(self) -> str | None:
-        return _missing("runsc")
-
-    @contextmanager
-    def up(self) -> Iterator[list[str]]:
-        root = root_filesystem(engines_folder())
-        with tempfile.TemporaryDirectory(prefix="lsg") as folder:
-            self.state = Path(folder)
-            yield _arguments("gvisor", rootfs=str(root), platform="ptrace", state=folder)
-
-    def run(self, *args: str) -> str:
-        argv = ["runsc", "--ignore-cgroups", f"--root={self.state / 'containers'}", *args]
-        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
-
-    def kill_child(self, id: str) -> None:
-        for name in self.run("list", "-quiet").split():
-            if name.startswith(f"lakeshore-{id}-"):
-                self.run("kill", name, "KILL")
-
-    def leftovers(self) -> list[str]:
-        bundles = self.state / "bundles"
-        return [*self.run("list", "-quiet").split(), *(path.name for path in bundles.glob("*"))]
+        with tempfile.TemporaryDirectory(prefix="lsp") as folder:
+            runtime = str(_write_runsc(Path(folder))) if self.runner == "gvisor" else "runc"
+            yield _arguments(
+                self.runner,
+                binary="podman",
+                image=IMAGE,
+                network="none",
+                runtime=runtime,
+                global_arg=",".join(before),
+                arg=f"--ulimit=nofile=4096:4096,--ulimit=nproc=4096:4096,--label={self.mark}",
+            )
 
 
 DOCKER: Engine = Docker()
 PODMAN: Engine = Podman()
-GVISOR: Engine = Runsc()
+GVISOR: Engine = Docker("gvisor", "gvisor")
 
 
 def launch(tmp_path: Path, fn: Any = bodies.nothing, *args: Any, attempt: int = 1, **more: Any) -> Launch:

@@ -1,4 +1,4 @@
-"""Children in sandboxes of gVisor's runsc."""
+"""Children in containers of dockerd that gVisor runs."""
 
 from __future__ import annotations
 
