@@ -6,12 +6,11 @@ import logging
 import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
-from ..concurrency.loops import spawn
+from ..concurrency.tasks import run_to_end
 from ..errors import ClaimLost, EncodeError, LakeshoreError, WireError
 from ..ids import new_id
 from ..planes.contract.failures import CANCELLED_RUNNING
@@ -282,23 +281,17 @@ async def _report(plane: Plane, job: Job, told: Told | None, error: BaseExceptio
 
 
 async def _give_back(plane: Plane, job: Job) -> None:
-    """Have a task of the loop's own give the job back, and wait for its end.
-
-    Whoever leaves may be cancelled once more while he waits, which no shield stops on asyncio: it ends the wait alone.
-    """
-    ended = anyio.Event()
-    spawn(partial(_release, plane, job), ended.set)
-    with anyio.CancelScope(shield=True):
-        await ended.wait()
+    """Release the job's claim. A cancelled caller stays until that has ended; it takes LEAVE_BOUND seconds at most."""
+    try:
+        await run_to_end(_release, plane, job)
+    except LakeshoreError as exc:
+        logger.debug("job %s could not be given back: %s", job.id, exc)
 
 
 async def _release(plane: Plane, job: Job) -> None:
     with anyio.move_on_after(LEAVE_BOUND, shield=True):
         try:
-            try:
-                await plane.release(job.fence)
-            except anyio.get_cancelled_exc_class():  # the loop is ending; asyncio says so once, whatever the shield
-                await plane.release(job.fence)
-                raise
-        except LakeshoreError as exc:
-            logger.debug("job %s could not be given back: %s", job.id, exc)
+            await plane.release(job.fence)
+        except anyio.get_cancelled_exc_class():  # the loop is ending; asyncio cancels once, whatever the shield
+            await plane.release(job.fence)
+            raise

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import anyio
 
-from ..concurrency.loops import loop_token, run_sync_soon, spawn
+from ..concurrency.loops import loop_token, run_sync_soon
+from ..concurrency.tasks import spawn
 from ..errors import InvocationNotFound, LakeshoreError, StreamRestarted, WireError, invocation_failed
 from ..planes.contract.operations import Cancel
 from ..planes.contract.records import TERMINAL, Failure, Outcome, Page

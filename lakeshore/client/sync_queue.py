@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..concurrency.loops import run_sync
+from ..concurrency.run_sync import run_sync
 from ..wire import Frame
 from . import job as jobs
 from .queue import Queue, call

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from ..concurrency.loops import call_soon, spawn
+from ..concurrency.loops import call_soon
+from ..concurrency.tasks import spawn
 from ..errors import PlaneUnavailable
 
 if TYPE_CHECKING:

@@ -13,7 +13,9 @@ from weakref import WeakSet
 
 import anyio
 
-from ..concurrency.loops import across, at_home, loop_token, run_sync_soon, spawn
+from ..concurrency.loops import loop_token, run_sync_soon
+from ..concurrency.portal import across, at_home
+from ..concurrency.tasks import spawn
 from ..errors import ClaimLost, LakeshoreError, PlaneUnavailable
 from ..ids import check_id, check_queue, new_id
 from .batcher import Batcher

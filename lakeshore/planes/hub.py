@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from ..concurrency.loops import spawn
+from ..concurrency.tasks import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence

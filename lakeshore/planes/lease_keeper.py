@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 import anyio
 
-from ..concurrency.loops import loop_token, portal, run_sync_soon
+from ..concurrency.loops import loop_token, run_sync_soon
+from ..concurrency.portal import portal
 from ..errors import LakeshoreError, NotAuthorized
 from .auth_grace import Refusals
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from ..concurrency.loops import PerLoop
+from ..concurrency.per_loop import PerLoop
 from ..errors import DispatchError, InvocationNotFound, PlaneUnavailable
 from ..ids import check_id
 from .await_many import Together, together

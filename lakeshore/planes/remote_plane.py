@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
-from ..concurrency.loops import across, spawn
+from ..concurrency.portal import across
+from ..concurrency.tasks import spawn
 from ..errors import InvocationNotFound, PlaneUnavailable
 from ..ids import check_id, new_id
 from .contract.news import Cursor, Kind

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 import anyio.to_thread
 
+from ..concurrency.tasks import run_to_end
 from ..daemon.workdir import RESULT, STDERR, STDOUT, last_output, read_error
 from ..errors import DispatchError
 from ..planes.contract.records import Failure
-from ..worker.runner import Exit, to_the_end
+from ..worker.runner import Exit
 from .options import words
 from .process.runner import new_output
 
@@ -179,7 +180,7 @@ class Followed(ABC):
             if self._client.returncode is None and not await self._surely_begun():
                 said = f"{self._program.engine} has not begun it in {self._start_timeout:g} s"
                 self._error = await self._not_started(said)
-                await to_the_end(self.kill)
+                await run_to_end(self.kill)
             self._began = True
         await self._client.wait()
 

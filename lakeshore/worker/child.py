@@ -22,6 +22,7 @@ import anyio.to_thread
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from ..body.execute import Done, Pace, describe, leaves, refused
+from ..concurrency.tasks import run_to_end
 from ..daemon.workdir import (
     ERROR,
     FRAMES,
@@ -41,7 +42,7 @@ from ..planes.contract.records import Failure
 from ..wire import Envelope, pack, unpack
 from .executor import LOST
 from .frame_tail import LARGEST, FrameTail
-from .runner import Exit, Launch, to_the_end
+from .runner import Exit, Launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -122,7 +123,7 @@ class ChildExecutor:
         try:
             return await attempt.run()
         finally:
-            await to_the_end(attempt.leave)
+            await run_to_end(attempt.leave)
 
     async def in_thread(self, fn: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(fn, limiter=self.threads)
@@ -238,7 +239,7 @@ class _ChildAttempt:
 
         with anyio.move_on_after(PATIENCE):
             while self._folder is None:
-                await to_the_end(take)
+                await run_to_end(take)
                 if self._folder is None:
                     await anyio.sleep(LOOK)
         if self._folder is None:
@@ -254,7 +255,7 @@ class _ChildAttempt:
         try:
             ended = await self._follow(folder, process)
         except BaseException as exc:
-            done = await to_the_end(partial(self._stop, folder, process))
+            done = await run_to_end(partial(self._stop, folder, process))
             if done.state == "succeeded" and isinstance(exc, anyio.get_cancelled_exc_class()):
                 return done  # the body has not let itself be stopped
             reason = self._emit.stop_reason

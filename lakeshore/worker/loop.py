@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 
 from ..body.execute import Done, Site, describe, failed, leaves, refused
-from ..concurrency.loops import worker_runs_here
+from ..concurrency.run_sync import worker_runs_here
 from ..errors import DispatchError, PlaneUnavailable
 from ..functions.resolve import check_policy
 from ..planes.auth_grace import Refusals

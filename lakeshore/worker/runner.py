@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-import anyio
-
-from ..concurrency.loops import spawn
-from ..errors import DispatchError
+from ..concurrency.tasks import run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
     from ..daemon.workdir import Folder
     from ..planes.contract.records import Failure
 
-__all__ = ["Exit", "Launch", "Process", "Runner", "start_or_undo", "to_the_end"]
+__all__ = ["Exit", "Launch", "Process", "Runner", "start_or_undo"]
 
 T = TypeVar("T")
 
@@ -78,36 +75,6 @@ class Runner(Protocol):
         ...
 
 
-async def to_the_end(fn: Callable[[], Awaitable[T]]) -> T:
-    """Await `fn()` to its end, and only then be cancelled: also when asyncio's own cancellation comes, which no shield
-    stops. It runs in a task of its own."""
-    ended = anyio.Event()
-    value, failure, cancelled = list[T](), list[BaseException](), list[BaseException]()
-
-    async def run() -> None:
-        try:
-            value.append(await fn())
-        except BaseException as exc:
-            failure.append(exc)
-
-    spawn(run, ended.set)
-    with anyio.CancelScope(shield=True):
-        while not ended.is_set():
-            try:
-                await ended.wait()
-            except anyio.get_cancelled_exc_class() as exc:
-                cancelled.append(exc)
-    try:
-        raised = [*cancelled, *failure]
-        if raised:
-            raise raised[0]
-        if not value:
-            raise DispatchError("the event loop ended before the work on it began")
-        return value[0]
-    finally:
-        raised = cancelled = failure = []  # or an exception and this frame would keep each other alive
-
-
 P = TypeVar("P", bound=Process)
 
 
@@ -119,9 +86,9 @@ async def start_or_undo(start: Callable[[], Awaitable[P]]) -> P:
         started.append(await start())
 
     try:
-        await to_the_end(run)
+        await run_to_end(run)
     except BaseException:
         for one in started:
-            await to_the_end(one.kill)
+            await run_to_end(one.kill)
         raise
     return started[0]

@@ -8,7 +8,7 @@ import pytest
 from cli_kit import Work
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency.loops import portal
+from dreamlake.lakeshore.concurrency.portal import portal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ import runner_jobs
 from cli_kit import appears, cli, environment, worker
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency.loops import portal
+from dreamlake.lakeshore.concurrency.portal import portal
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.wire import pack

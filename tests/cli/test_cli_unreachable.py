@@ -13,7 +13,7 @@ from cli_kit import LIMIT, Process, appears, environment
 from helpers import wait_until_sync
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency.loops import portal
+from dreamlake.lakeshore.concurrency.portal import portal
 from dreamlake.lakeshore.server.tokens import create_token, revoke_token
 
 if TYPE_CHECKING:

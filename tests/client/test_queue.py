@@ -33,7 +33,7 @@ from dreamlake.lakeshore import (
     thunk,
 )
 from dreamlake.lakeshore.client import queue as queue_module
-from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.concurrency.portal import portal
 from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.wire import Envelope, pack
 
@@ -706,7 +706,7 @@ async def test_working_ends_its_heartbeat(q: Queue, plane: Plane, raises: bool) 
         return await plane._engines.get()
 
     async def beats() -> bool:
-        hub = (await anyio.to_thread.run_sync(lambda: _loops.portal().call(engine))).hub
+        hub = (await anyio.to_thread.run_sync(lambda: portal().call(engine))).hub
         return hub.waits("claims") is True
 
     async def body() -> None:

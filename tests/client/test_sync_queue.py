@@ -26,7 +26,8 @@ from dreamlake.lakeshore import (
     scope,
     thunk,
 )
-from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.concurrency import run_sync as _run_sync
+from dreamlake.lakeshore.concurrency.portal import portal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 def plane(tmp_path: Path) -> Iterator[Plane]:
     plane = Dispatch(tmp_path / "plane.db")
     yield plane
-    _loops.portal().call(plane.aclose)
+    portal().call(plane.aclose)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_a_stream_crosses_to_the_loop_once_for_a_page(q: SyncQueue, monkeypatch:
 
     def counted(fn: Any, *args: Any, hint: str) -> Any:
         crossings.append(hint)
-        return _loops.run_sync(fn, *args, hint=hint)
+        return _run_sync.run_sync(fn, *args, hint=hint)
 
     monkeypatch.setattr("dreamlake.lakeshore.client.sync_queue.run_sync", counted)
     stream = q.stream(id)
@@ -220,7 +221,7 @@ def test_working_says_at_the_end_that_the_job_was_lost(q: SyncQueue, plane: Plan
 
     def body() -> None:
         with q.working() as job:
-            _loops.portal().call(plane.release, job.fence)
+            portal().call(plane.release, job.fence)
             assert q.claim() is not None
 
     with pytest.raises(ClaimLost, match=r"attempt 1 is over, the row is at attempt 2; drop this attempt's work$"):
@@ -232,7 +233,7 @@ def test_working_says_at_the_end_that_the_job_was_lost(q: SyncQueue, plane: Plan
 
 @pytest.fixture
 def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_loops, "_warned", set())
+    monkeypatch.setattr(_run_sync, "_warned", set())
 
 
 @pytest.mark.usefixtures("unwarned")
@@ -263,7 +264,7 @@ def test_on_a_running_loop_it_works_and_warns_once_with_the_async_spelling(
 
 def test_R87_on_the_loop_of_a_worker_it_is_an_error_at_once(q: SyncQueue, anyio_backend_name: str) -> None:
     async def body() -> None:
-        with _loops.worker_runs_here():
+        with _run_sync.worker_runs_here():
             sentence = r"worker's event loop .* use `await dls\.Queue\('q'\)\.result\(\.\.\.\)`"
             with pytest.raises(DispatchError, match=sentence):
                 q.result("id")

@@ -11,7 +11,7 @@ import anyio.to_thread
 import pytest
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency.loops import portal
+from dreamlake.lakeshore.concurrency.portal import portal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -33,7 +33,7 @@ from dreamlake.lakeshore import (
     udf,
 )
 from dreamlake.lakeshore.client import queue as queue_module
-from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.concurrency import run_sync as _run_sync
 from dreamlake.lakeshore.functions import pickles
 
 if TYPE_CHECKING:
@@ -498,7 +498,7 @@ async def test_what_a_body_submits_names_its_parent(q: Queue) -> None:
 
 async def test_R87_a_blocking_call_on_the_worker_s_own_loop_is_an_error_that_names_the_spelling(q: Queue) -> None:
     spelling = r"use `await dls\.Queue\('q'\)\.{}\(dls\.thunk\(add, \.\.\.\)\)`"
-    with _loops.worker_runs_here():
+    with _run_sync.worker_runs_here():
         with pytest.raises(DispatchError, match=spelling.format("call")):
             add(1)
         with pytest.raises(DispatchError, match=spelling.format("submit")):
@@ -511,7 +511,7 @@ async def test_R87_a_blocking_call_on_the_worker_s_own_loop_is_an_error_that_nam
 
 
 async def test_a_blocking_call_on_a_running_loop_warns(q: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_loops, "_warned", set())
+    monkeypatch.setattr(_run_sync, "_warned", set())
     with pytest.warns(
         RuntimeWarning, match=r"use `await dls\.Queue\('q'\)\.submit\(dls\.thunk\(add, \.\.\.\)\)`$"
     ) as found:

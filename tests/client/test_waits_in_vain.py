@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency.loops import across
+from dreamlake.lakeshore.concurrency.portal import across
 from dreamlake.lakeshore.planes import engine
 from dreamlake.lakeshore.server.app import create_app
 

@@ -11,7 +11,7 @@ from helpers import fresh_python, run_python
 
 INTERRUPTED = """
 import anyio, sys, threading, warnings
-from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.concurrency.run_sync import run_sync
 warnings.simplefilter("ignore", RuntimeWarning)
 how, then = sys.argv[1:]
 back, cleaned_up = threading.Event(), threading.Event()
@@ -31,7 +31,7 @@ async def wait():
 
 def call():
     try:
-        _loops.run_sync(wait, hint="")
+        run_sync(wait, hint="")
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         back.set()
@@ -72,7 +72,9 @@ def test_a_forked_child_has_a_portal_of_its_own() -> None:
     out, err = run_python(
         """
         import anyio, gc, os, threading
-        from dreamlake.lakeshore.concurrency import loops as _loops, portal as _portal
+        from dreamlake.lakeshore.concurrency import portal as _portal
+        from dreamlake.lakeshore.concurrency.portal import portal
+        from dreamlake.lakeshore.concurrency.run_sync import run_sync
 
         async def pid():
             await anyio.sleep(0.01)
@@ -81,20 +83,20 @@ def test_a_forked_child_has_a_portal_of_its_own() -> None:
         stop = threading.Event()
         def busy():
             while not stop.is_set():
-                _loops.run_sync(pid, hint="")
+                run_sync(pid, hint="")
         threads = [threading.Thread(target=busy) for _ in range(4)]
         for thread in threads: thread.start()
-        parent = _loops.portal()
+        parent = portal()
         for _ in range(20):
             with _portal._starting:  # somebody is just starting the portal
                 if (child := os.fork()) == 0:
-                    assert _loops.run_sync(pid, hint="") == os.getpid()
-                    assert _loops.portal() is not parent
+                    assert run_sync(pid, hint="") == os.getpid()
+                    assert portal() is not parent
                     gc.collect()
                     assert _portal._forked[0].portal is parent  # to free its loop would disturb that of the parent
                     raise SystemExit(0)
             assert os.waitpid(child, 0)[1] == 0
-            assert _loops.run_sync(pid, hint="") == os.getpid()
+            assert run_sync(pid, hint="") == os.getpid()
         stop.set()
         for thread in threads: thread.join()
         print("done")
@@ -107,10 +109,10 @@ def test_a_child_of_multiprocessing_too() -> None:
     out, err = run_python(
         """
         import multiprocessing, os, sys
-        from dreamlake.lakeshore.concurrency import loops as _loops
+        from dreamlake.lakeshore.concurrency.run_sync import run_sync
         async def pid(): return os.getpid()
-        def child(queue): queue.put(_loops.run_sync(pid, hint="") == os.getpid())
-        _loops.run_sync(pid, hint="")
+        def child(queue): queue.put(run_sync(pid, hint="") == os.getpid())
+        run_sync(pid, hint="")
         fork = multiprocessing.get_context("fork")
         queue = fork.Queue()
         process = fork.Process(target=child, args=(queue,))
@@ -128,7 +130,12 @@ def test_a_child_of_multiprocessing_too() -> None:
 RESOURCE = """
 import anyio, asyncio, contextlib, threading, time, warnings
 import aiosqlite
-from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.concurrency.loops import loop_token, run_sync_soon
+from dreamlake.lakeshore.concurrency.per_loop import PerLoop
+from dreamlake.lakeshore.concurrency.portal import across
+from dreamlake.lakeshore.concurrency.run_sync import run_sync
+from dreamlake.lakeshore.concurrency.threads import on_daemon_thread
+from dreamlake.lakeshore.errors import PlaneUnavailable
 
 begun = threading.Event()
 
@@ -139,25 +146,25 @@ class Connection:
 
 async def opener():
     opened = Connection()
-    opened.connection = await _loops.on_daemon_thread(lambda: aiosqlite.connect(":memory:"))
+    opened.connection = await on_daemon_thread(lambda: aiosqlite.connect(":memory:"))
     await opened.connection.create_function("begun", 0, lambda: begun.set() or 1)
     return opened
 
-connections = _loops.PerLoop(opener)
+connections = PerLoop(opener)
 
 async def use(statement="select 1"):
-    opened = await _loops.across("portal", connections.get)
-    return await _loops.across("portal", opened.connection.execute_fetchall, statement)
+    opened = await across("portal", connections.get)
+    return await across("portal", opened.connection.execute_fetchall, statement)
 
 async def use_here():
     opened = await connections.get()
     await opened.connection.execute_fetchall("select 1")
 
 async def token():
-    return _loops.loop_token()
+    return loop_token()
 
 def sync(statement="select 1"):
-    return _loops.run_sync(use, statement, hint="")
+    return run_sync(use, statement, hint="")
 
 def loop_in_daemon_thread():
     loop = asyncio.new_event_loop()
@@ -166,8 +173,8 @@ def loop_in_daemon_thread():
 
 def in_daemon_thread(fn, *args):
     def run():
-        with contextlib.suppress(_loops.PlaneUnavailable):  # it is told
-            _loops.run_sync(fn, *args, hint="")
+        with contextlib.suppress(PlaneUnavailable):  # it is told
+            run_sync(fn, *args, hint="")
     threading.Thread(target=run, daemon=True).start()
     assert begun.wait(30)
 
@@ -191,7 +198,7 @@ ENDINGS = {
     "a statement is under way": (f"sync(); in_daemon_thread(use, {SLOW!r})", 0, 0),
     "a daemon thread waits": ("sync(); in_daemon_thread(forever)", 0, 1),
     "a callback blocks the portal": (
-        "sync(); _loops.run_sync_soon(_loops.run_sync(token, hint=''), time.sleep, 600)",
+        "sync(); run_sync_soon(run_sync(token, hint=''), time.sleep, 600)",
         0,
         0,
     ),
@@ -215,18 +222,18 @@ def test_a_call_after_the_end_says_so() -> None:
 
         def late():
             try:
-                _loops.run_sync(nothing, hint="")
+                run_sync(nothing, hint="")
             except Exception as exc:
                 print(f"{type(exc).__name__}: {exc}")
 
         atexit.register(late)  # runs after the package's own handler, which comes with the import below
-        from dreamlake.lakeshore.concurrency import loops as _loops
+        from dreamlake.lakeshore.concurrency.run_sync import run_sync
 
         def early():
-            print(_loops.run_sync(nothing, hint=""))
+            print(run_sync(nothing, hint=""))
 
         atexit.register(early)  # runs before it
-        _loops.run_sync(nothing, hint="")
+        run_sync(nothing, hint="")
         """
     )
     late = "the interpreter is exiting and starts no event loop for this call any more; make it before the exit"

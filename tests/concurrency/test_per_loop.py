@@ -12,7 +12,10 @@ import pytest
 from anyio.lowlevel import checkpoint
 from helpers import run_python, wait_until
 
-from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.concurrency import per_loop as _per_loop
+from dreamlake.lakeshore.concurrency.per_loop import PerLoop
+from dreamlake.lakeshore.concurrency.portal import across
+from dreamlake.lakeshore.concurrency.run_sync import run_sync
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -50,7 +53,7 @@ async def opened() -> Resource:
 
 
 async def test_many_first_users_open_once() -> None:
-    resources, seen = _loops.PerLoop(opened), set[Resource]()
+    resources, seen = PerLoop(opened), set[Resource]()
 
     async def use() -> None:
         seen.add(await resources.get())
@@ -63,7 +66,7 @@ async def test_many_first_users_open_once() -> None:
 
 
 async def test_close_and_open_again() -> None:
-    resources = _loops.PerLoop(opened)
+    resources = PerLoop(opened)
     first = await resources.get()
     await resources.aclose()
     await resources.aclose()
@@ -82,7 +85,7 @@ async def test_a_cancelled_or_failed_opening_leaves_nothing() -> None:
             raise OSError("no")
         return await opened()
 
-    resources = _loops.PerLoop(opener)
+    resources = PerLoop(opener)
     with pytest.raises(OSError, match="no"):
         await resources.get()
     fail = False
@@ -95,7 +98,7 @@ async def test_a_cancelled_or_failed_opening_leaves_nothing() -> None:
 
 async def test_closing_in_a_cancelled_scope_still_closes() -> None:
     for close in ("aclose", "aclose_all"):
-        resources = _loops.PerLoop(opened)
+        resources = PerLoop(opened)
         await resources.get()
         with anyio.CancelScope() as scope:
             scope.cancel()
@@ -105,7 +108,7 @@ async def test_closing_in_a_cancelled_scope_still_closes() -> None:
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_asyncio_cancellation_of_a_closer_still_closes() -> None:
-    resources = _loops.PerLoop(opened)
+    resources = PerLoop(opened)
     resource = await resources.get()
     task = asyncio.create_task(resources.aclose())
     await wait_until(lambda: resource.closes)
@@ -121,7 +124,7 @@ def test_the_end_of_the_loop_closes(backend: str, forgotten: bool) -> None:
     keep: list[Any] = []
 
     async def main() -> None:
-        resources = _loops.PerLoop(opened)
+        resources = PerLoop(opened)
         await resources.get()
         if not forgotten:
             keep.append(resources)
@@ -141,7 +144,7 @@ def in_thread(backend: str, main: Callable[[], Awaitable[Any]]) -> threading.Thr
 
 
 async def test_aclose_all_closes_on_every_loop_that_lives() -> None:
-    resources, seen, release = _loops.PerLoop(opened), list[Resource](), threading.Event()
+    resources, seen, release = PerLoop(opened), list[Resource](), threading.Event()
 
     async def use() -> Resource:
         seen.append(await resources.get())
@@ -155,7 +158,7 @@ async def test_aclose_all_closes_on_every_loop_that_lives() -> None:
     await wait_until(lambda: not ended.is_alive())
     threads = [in_thread("asyncio", elsewhere), in_thread("trio", elsewhere)]
     mine = await use()
-    await _loops.across("portal", use)
+    await across("portal", use)
     await wait_until(lambda: len(seen) == 5)
     assert len({resource.thread for resource in seen}) >= 4  # that of the ended loop may have been used again
     assert Resource.alive == 4
@@ -170,8 +173,8 @@ async def test_aclose_all_closes_on_every_loop_that_lives() -> None:
 
 
 async def test_aclose_all_does_not_wait_for_ever_for_a_loop_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_loops, "FOREIGN_BOUND", 0.1)
-    resources, stuck, release = _loops.PerLoop(opened), threading.Event(), threading.Event()
+    monkeypatch.setattr(_per_loop, "CLOSE_ALL_TIMEOUT", 0.1)
+    resources, stuck, release = PerLoop(opened), threading.Event(), threading.Event()
 
     async def hang() -> None:
         await resources.get()
@@ -190,17 +193,17 @@ async def test_aclose_all_does_not_wait_for_ever_for_a_loop_that_hangs(monkeypat
 
 @pytest.mark.filterwarnings("ignore:a blocking call")
 async def test_aclose_all_does_not_wait_for_the_loop_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_loops, "FOREIGN_BOUND", 40.0)
-    resources = _loops.PerLoop(opened)
+    monkeypatch.setattr(_per_loop, "CLOSE_ALL_TIMEOUT", 40.0)
+    resources = PerLoop(opened)
     await resources.get()
     begin = anyio.current_time()
-    _loops.run_sync(resources.aclose_all, hint="await q.aclose()")
-    assert anyio.current_time() - begin < _loops.FOREIGN_BOUND
+    run_sync(resources.aclose_all, hint="await q.aclose()")
+    assert anyio.current_time() - begin < _per_loop.CLOSE_ALL_TIMEOUT
     await wait_until(lambda: Resource.alive == 0)
 
 
 def test_ended_loops_are_forgotten() -> None:
-    resources = _loops.PerLoop(opened)
+    resources = PerLoop(opened)
 
     async def use() -> None:
         await resources.get()
@@ -214,7 +217,9 @@ def test_a_forked_child_has_resources_of_its_own() -> None:
     out, err = run_python(
         """
         import anyio, os, time
-        from dreamlake.lakeshore.concurrency import loops as _loops
+        from dreamlake.lakeshore.concurrency import per_loop as _per_loop
+        from dreamlake.lakeshore.concurrency.per_loop import PerLoop
+        from dreamlake.lakeshore.concurrency.run_sync import run_sync
 
         class Resource:
             def __init__(self): self.pid = os.getpid()
@@ -222,16 +227,16 @@ def test_a_forked_child_has_resources_of_its_own() -> None:
                 assert self.pid == os.getpid()
                 print("closed", flush=True)
         async def opener(): return Resource()
-        _loops.FOREIGN_BOUND = 40.0
-        resources = _loops.PerLoop(opener)
-        use = lambda: _loops.run_sync(resources.get, hint="")
+        _per_loop.CLOSE_ALL_TIMEOUT = 40.0
+        resources = PerLoop(opener)
+        use = lambda: run_sync(resources.get, hint="")
         first = use()
         if (pid := os.fork()) == 0:
             assert use() is not first and use().pid == os.getpid()
             begin = time.monotonic()
-            _loops.run_sync(resources.aclose_all, hint="")
-            assert time.monotonic() - begin < _loops.FOREIGN_BOUND  # the parent's loops are nobody to wait for
-            assert first in [slot.value for slot in _loops._inherited if getattr(slot, "value", None)]
+            run_sync(resources.aclose_all, hint="")
+            assert time.monotonic() - begin < _per_loop.CLOSE_ALL_TIMEOUT  # the parent's loops are nobody to wait for
+            assert first in [slot.value for slot in _per_loop._inherited if getattr(slot, "value", None)]
         else:
             assert os.waitpid(pid, 0)[1] == 0
             assert use() is first

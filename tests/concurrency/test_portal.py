@@ -13,8 +13,11 @@ import anyio
 import pytest
 from helpers import wait_until, wait_until_sync
 
-from dreamlake.lakeshore.concurrency import loops as _loops
 from dreamlake.lakeshore.concurrency import portal as _portal
+from dreamlake.lakeshore.concurrency import run_sync as _run_sync
+from dreamlake.lakeshore.concurrency.loops import loop_token
+from dreamlake.lakeshore.concurrency.portal import portal
+from dreamlake.lakeshore.concurrency.run_sync import run_sync, worker_runs_here
 from dreamlake.lakeshore.errors import DispatchError, PlaneUnavailable
 
 anyio_test = pytest.mark.anyio
@@ -31,17 +34,17 @@ async def double(number: int) -> int:
 
 
 async def where() -> tuple[str, Any]:
-    return threading.current_thread().name, _loops.loop_token()
+    return threading.current_thread().name, loop_token()
 
 
 # Plain threads
 
 
 def test_a_plain_thread_runs_on_the_portal() -> None:
-    assert _loops.run_sync(double, 4, hint=HINT) == 8
+    assert run_sync(double, 4, hint=HINT) == 8
     with pytest.raises(ValueError, match=r"^negative$"):
-        _loops.run_sync(double, -1, hint=HINT)
-    assert _loops.run_sync(where, hint=HINT)[0] == "lakeshore-portal"
+        run_sync(double, -1, hint=HINT)
+    assert run_sync(where, hint=HINT)[0] == "lakeshore-portal"
 
 
 def test_context_variables_flow_in() -> None:
@@ -50,17 +53,17 @@ def test_context_variables_flow_in() -> None:
 
     token = colour.set("green")
     try:
-        assert _loops.run_sync(see, hint=HINT) == "green"
+        assert run_sync(see, hint=HINT) == "green"
     finally:
         colour.reset(token)
-    assert _loops.run_sync(see, hint=HINT) == "none"
+    assert run_sync(see, hint=HINT) == "none"
 
 
 def test_64_threads_at_once() -> None:
     answers: dict[int, list[int]] = {}
 
     def work(number: int) -> None:
-        answers[number] = [_loops.run_sync(double, number * 100 + at, hint=HINT) for at in range(20)]
+        answers[number] = [run_sync(double, number * 100 + at, hint=HINT) for at in range(20)]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(64)]
     for thread in threads:
@@ -76,11 +79,11 @@ def test_what_would_end_a_loop_is_the_callers(error: type[BaseException]) -> Non
     async def leave() -> None:
         raise error("enough")
 
-    before = _loops.portal()
+    before = portal()
     with pytest.raises(error, match="enough"):
-        _loops.run_sync(leave, hint=HINT)
-    assert _loops.portal() is before
-    assert _loops.run_sync(double, 1, hint=HINT) == 2
+        run_sync(leave, hint=HINT)
+    assert portal() is before
+    assert run_sync(double, 1, hint=HINT) == 2
 
 
 def test_a_call_that_is_cancelled_by_somebody_else_is_answered() -> None:
@@ -92,8 +95,8 @@ def test_a_call_that_is_cancelled_by_somebody_else_is_answered() -> None:
         return asyncio.current_task()
 
     with pytest.raises(PlaneUnavailable):
-        _loops.run_sync(cancelled, hint=HINT)
-    assert _loops.run_sync(double, 1, hint=HINT) == 2
+        run_sync(cancelled, hint=HINT)
+    assert run_sync(double, 1, hint=HINT) == 2
 
 
 def test_a_portal_that_ends_answers_all_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +106,7 @@ def test_a_portal_that_ends_answers_all_its_callers(monkeypatch: pytest.MonkeyPa
 
     def call() -> None:
         with pytest.raises(PlaneUnavailable) as caught:
-            _loops.run_sync(anyio.sleep_forever, hint=HINT)
+            run_sync(anyio.sleep_forever, hint=HINT)
         errors.append(str(caught.value))
 
     threads = [threading.Thread(target=call) for _ in range(5)]
@@ -129,8 +132,8 @@ async def test_a_worker_thread_goes_back_to_its_own_loop() -> None:
     async def see() -> tuple[str, Any, str]:
         return *(await where()), colour.get()
 
-    seen = await anyio.to_thread.run_sync(lambda: _loops.run_sync(see, hint=HINT))
-    assert seen == (threading.current_thread().name, _loops.loop_token(), "amber")
+    seen = await anyio.to_thread.run_sync(lambda: run_sync(see, hint=HINT))
+    assert seen == (threading.current_thread().name, loop_token(), "amber")
 
     calls = list[int]()
 
@@ -140,7 +143,7 @@ async def test_a_worker_thread_goes_back_to_its_own_loop() -> None:
             raise anyio.NoEventLoopError("its own")
 
         with pytest.raises(anyio.NoEventLoopError, match=r"^its own$"):
-            _loops.run_sync(own, hint=HINT)
+            run_sync(own, hint=HINT)
 
     await anyio.to_thread.run_sync(fails)
     assert calls == [1]
@@ -158,7 +161,7 @@ async def test_cancelling_the_host_task_of_a_worker_thread_cancels_its_call() ->
             ended.append(True)
 
     async with anyio.create_task_group() as group:
-        group.start_soon(anyio.to_thread.run_sync, lambda: _loops.run_sync(wait, hint=HINT))
+        group.start_soon(anyio.to_thread.run_sync, lambda: run_sync(wait, hint=HINT))
         await begun.wait()
         group.cancel_scope.cancel()
     assert ended == [True]
@@ -172,7 +175,7 @@ def test_a_worker_thread_that_outlives_its_loop_is_told(backend: str) -> None:
         began.set()
         release.wait()
         with pytest.raises(PlaneUnavailable) as caught:
-            _loops.run_sync(double, 1, hint=HINT)
+            run_sync(double, 1, hint=HINT)
         errors.append(str(caught.value))
 
     async def main() -> None:
@@ -192,11 +195,11 @@ def test_a_worker_thread_that_outlives_its_loop_is_told(backend: str) -> None:
 
 @anyio_test
 async def test_on_a_running_loop_it_works_and_warns_once_where_it_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_loops, "_warned", set())
+    monkeypatch.setattr(_run_sync, "_warned", set())
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for number in range(3):
-            assert _loops.run_sync(double, number, hint=HINT) == number * 2
+            assert run_sync(double, number, hint=HINT) == number * 2
     (warning,) = seen
     assert warning.category is RuntimeWarning
     assert str(warning.message) == (
@@ -204,26 +207,26 @@ async def test_on_a_running_loop_it_works_and_warns_once_where_it_was_called(mon
         "use `await q.result(...)`"
     )
     assert warning.filename == __file__
-    assert not _loops._blocked
+    assert not _run_sync._blocked
 
 
 @anyio_test
 async def test_the_warning_as_an_error_stops_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_loops, "_warned", set())
+    monkeypatch.setattr(_run_sync, "_warned", set())
     for _ in range(2):
         with pytest.raises(RuntimeWarning, match="a blocking call"):
-            _loops.run_sync(double, 1, hint=HINT)
+            run_sync(double, 1, hint=HINT)
 
 
 def test_a_callback_of_a_running_loop_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_loops, "_warned", set())
+    monkeypatch.setattr(_run_sync, "_warned", set())
 
     async def main() -> str:
         answer = asyncio.get_running_loop().create_future()
 
         def callback() -> None:  # outside of any task
             with pytest.raises(RuntimeWarning) as caught:
-                _loops.run_sync(double, 1, hint=HINT)
+                run_sync(double, 1, hint=HINT)
             answer.set_result(str(caught.value))
 
         asyncio.get_running_loop().call_soon(callback)
@@ -234,31 +237,31 @@ def test_a_callback_of_a_running_loop_counts_too(monkeypatch: pytest.MonkeyPatch
 
 @anyio_test
 async def test_R87_on_the_loop_of_a_worker_it_raises_at_once() -> None:
-    with _loops.worker_runs_here(), _loops.worker_runs_here():
+    with worker_runs_here(), worker_runs_here():
         pass
-    with _loops.worker_runs_here():
+    with worker_runs_here():
         with pytest.raises(DispatchError) as caught:
-            _loops.run_sync(double, 1, hint=HINT)
+            run_sync(double, 1, hint=HINT)
         assert str(caught.value) == (
             "a blocking call on a worker's event loop stops the worker, and its answer may never come: use "
             "`await q.result(...)`, or make the function that calls it a plain `def`, which the worker runs in a thread"
         )
-        in_thread = await anyio.to_thread.run_sync(lambda: _loops.run_sync(double, 2, hint=HINT))
+        in_thread = await anyio.to_thread.run_sync(lambda: run_sync(double, 2, hint=HINT))
         assert in_thread == 4
-        other_loop = threading.Thread(target=lambda: answers.append(_loops.run_sync(double, 3, hint=HINT)))
+        other_loop = threading.Thread(target=lambda: answers.append(run_sync(double, 3, hint=HINT)))
         answers = list[int]()
         other_loop.start()
         await wait_until(lambda: answers == [6])
         other_loop.join()
-    assert not _loops._workers
+    assert not _run_sync._workers
 
 
 def test_R87_on_the_thread_of_the_portal_it_raises_at_once() -> None:
     async def blocking() -> None:
-        _loops.run_sync(double, 1, hint=HINT)
+        run_sync(double, 1, hint=HINT)
 
     with pytest.raises(DispatchError) as caught:
-        _loops.run_sync(blocking, hint=HINT)
+        run_sync(blocking, hint=HINT)
     assert str(caught.value) == (
         "a blocking call on the thread of the loop that has to answer it: use `await q.result(...)` instead"
     )

@@ -17,7 +17,7 @@ import pytest
 from helpers import wait_until_sync
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency.loops import portal
+from dreamlake.lakeshore.concurrency.portal import portal
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.planes.contract.records import RowFilter
 

@@ -23,6 +23,7 @@ from container_kit import DOCKER, PODMAN, Docker, Podman, launch, pairs
 from helpers import wait_until, wait_until_sync
 
 import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.concurrency.tasks import run_to_end
 from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
@@ -31,7 +32,7 @@ from dreamlake.lakeshore.runners.docker import runner as container
 from dreamlake.lakeshore.runners.docker.runner import DockerRunner
 from dreamlake.lakeshore.runners.process.runner import child_environ
 from dreamlake.lakeshore.wire import pack
-from dreamlake.lakeshore.worker.runner import Launch, to_the_end
+from dreamlake.lakeshore.worker.runner import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -471,8 +472,8 @@ async def test_killed_as_soon_as_it_was_started(site: Site, tmp_path: Path, late
     asked = launch(tmp_path, bodies.stubborn, str(tmp_path / "notes"))
     started = await site.runner(grace="0.2").start(asked)
     await anyio.sleep(late)
-    assert (await to_the_end(started.kill)).code != 0
-    assert (await to_the_end(started.kill)).code != 0
+    assert (await run_to_end(started.kill)).code != 0
+    assert (await run_to_end(started.kill)).code != 0
     assert site.engine.leftovers() == []
     asked.folder.remove()
 
@@ -482,7 +483,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(site: Site, tmp_path: Pa
         asked = launch(tmp_path)
         with anyio.move_on_after(pause):
             started = await site.runner().start(asked)
-            await to_the_end(started.kill)
+            await run_to_end(started.kill)
         assert site.engine.leftovers() == []
         asked.folder.remove()
 
@@ -585,7 +586,7 @@ async def test_a_runner_that_ends_before_its_engine_is_back(
     started = await runner.start(asked)
     await wait_until(lambda: notes(tmp_path / "notes"), PATIENCE)
     await anyio.to_thread.run_sync(engine.stop, signal.SIGKILL)
-    assert (await to_the_end(started.kill)).code == -signal.SIGKILL
+    assert (await run_to_end(started.kill)).code == -signal.SIGKILL
     assert len(runner.abandoned) == 1
     await runner.aclose()
     assert runner.abandoned == []

@@ -12,6 +12,7 @@ from helpers import wait_until
 from kube_runs import SLEEPS, begun, launch, make, running
 from kube_server import NAMESPACE, TOKEN, Fault, Server, serving
 
+from dreamlake.lakeshore.concurrency.tasks import run_to_end
 from dreamlake.lakeshore.errors import DispatchError
 from dreamlake.lakeshore.runners.kube import api as kube_api
 from dreamlake.lakeshore.runners.kube import guard as kube_guard
@@ -21,7 +22,6 @@ from dreamlake.lakeshore.runners.kube.config import Cluster, find_cluster
 from dreamlake.lakeshore.runners.kube.guard import Orders
 from dreamlake.lakeshore.runners.kube.job import job_name
 from dreamlake.lakeshore.runners.kube.runner import KubeRunner
-from dreamlake.lakeshore.worker.runner import to_the_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,7 +204,7 @@ async def test_a_job_that_may_not_be_deleted_for_now_is_deleted_later(
         child = await runner.start(asked)
         await begun(asked)
         server.faults.append(Fault("DELETE", 403, "Forbidden", "jobs is forbidden", times=4))
-        await to_the_end(child.kill)
+        await run_to_end(child.kill)
         await wait_until(lambda: _still(server), 30, "the end of the Job")
         asked.folder.remove()
     assert caplog.text.count(f"the Job {job_name('a', 1)} stays until it may be deleted: ") == 1
@@ -252,7 +252,7 @@ async def test_a_pod_that_outlives_its_job_is_not_left(server: Server, tmp_path:
         with server.cluster.changed:
             del server.cluster.jobs[job_name("a", 1)]
         if ends == "killed":
-            assert (await to_the_end(child.kill)).code == 3
+            assert (await run_to_end(child.kill)).code == 3
         elif ends == "by itself":
             (asked.folder.path / "gate").touch()
             assert (await child.wait()).code == 6
@@ -293,7 +293,7 @@ async def test_children_of_workers_whose_workdir_is_not_seen_here(server: Server
         await anyio.sleep(0.3)
         assert job_name("held", 1) in server.cluster.jobs
         assert "deletionTimestamp" not in job["metadata"]
-        await to_the_end(child.kill)
+        await run_to_end(child.kill)
         held.folder.remove()
         asked.folder.remove()
 

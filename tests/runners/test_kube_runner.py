@@ -16,6 +16,7 @@ from helpers import wait_until
 from kube_runs import SLEEPS, begun, launch, make, running
 from kube_server import Fault, Server, serving
 
+from dreamlake.lakeshore.concurrency.tasks import run_to_end
 from dreamlake.lakeshore.errors import DispatchError
 from dreamlake.lakeshore.runners.kube import (
     api as kube_api,
@@ -35,7 +36,7 @@ from dreamlake.lakeshore.runners.kube import (
 from dreamlake.lakeshore.runners.kube.guard import Orders
 from dreamlake.lakeshore.runners.kube.job import JOB, WORKER, job_name
 from dreamlake.lakeshore.testing.leaving import WAYS, Caller, Way
-from dreamlake.lakeshore.worker.runner import Exit, Launch, to_the_end
+from dreamlake.lakeshore.worker.runner import Exit, Launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -424,7 +425,7 @@ async def test_kill(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             asked = launch(tmp_path, script)
             child, pod = await _start(runner, asked)
             server.cluster.lost_node = lost
-            assert await to_the_end(child.kill) == Exit(code)
+            assert await run_to_end(child.kill) == Exit(code)
             assert server.cluster.jobs == server.cluster.pods == {}
             if lost:
                 assert any(f"DELETE /api/v1/namespaces/lab/pods/{pod}" in asked for asked in server.requests)
@@ -503,7 +504,7 @@ async def test_an_api_server_that_stays_away(
         other = launch(tmp_path, id="b")
         with pytest.raises(DispatchError, match=f"the API server {server.url} has not answered: RemoteProtocolError"):
             await runner.start(other)
-        assert (await to_the_end(child.kill)).code == -9
+        assert (await run_to_end(child.kill)).code == -9
         assert f"the Job {job_name('a', 1)} is to end, and cannot be deleted now" in caplog.text
         server.faults.clear()
         await wait_until(lambda: server.cluster.jobs == server.cluster.pods == {})
@@ -568,7 +569,7 @@ async def test_left_at_every_place(server: Server, tmp_path: Path, anyio_backend
             try:
                 return (await child.wait()).code
             except BaseException:
-                await to_the_end(child.kill)
+                await run_to_end(child.kill)
                 raise
 
         left = 0
@@ -639,7 +640,7 @@ async def test_jobs_of_workers_that_are_gone(server: Server, tmp_path: Path, cap
         for id in ("free", "lost"):
             said = f"the Job {job_name(id, 1)} was left by a worker that is gone, and is deleted"
             await wait_until(partial(_said, caplog, said))
-        assert (await to_the_end(children[0].kill)).code == 3
+        assert (await run_to_end(children[0].kill)).code == 3
         for child in children[1:]:
             assert _error(await child.wait())[:2] == ("killed", "Cancelled")
         held.folder.remove()

@@ -15,6 +15,7 @@ from child_kit import children, environ, folders, holders, process_runner
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.concurrency.tasks import run_to_end
 from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
@@ -23,7 +24,7 @@ from dreamlake.lakeshore.runners.process import runner as process_module
 from dreamlake.lakeshore.runners.process.runner import ProcessRunner, child_environ
 from dreamlake.lakeshore.wire import pack
 from dreamlake.lakeshore.worker import child
-from dreamlake.lakeshore.worker.runner import Launch, to_the_end
+from dreamlake.lakeshore.worker.runner import Launch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,7 +113,7 @@ async def test_on_systems_that_offer_less(
         with anyio.move_on_after(0.05):
             await started.wait()
         await wait_until(lambda: notes(path), 60.0)
-        assert (await to_the_end(started.kill)).code == -9
+        assert (await run_to_end(started.kill)).code == -9
     else:
         assert (await started.wait()).code == 0
         assert (await started.wait()).code == 0

@@ -14,7 +14,7 @@ from helpers import wait_until
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.body.execute import leaves
-from dreamlake.lakeshore.concurrency.loops import across
+from dreamlake.lakeshore.concurrency.portal import across
 from dreamlake.lakeshore.planes.contract.operations import Beat
 from dreamlake.lakeshore.planes.lease_keeper import LeaseKeeper
 from dreamlake.lakeshore.server.app import create_app

@@ -13,7 +13,7 @@ import worker_bodies as bodies
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency import loops as _loops
+from dreamlake.lakeshore.concurrency import per_loop
 from dreamlake.lakeshore.planes.contract.operations import Append, Beat, Claim, Claimed, Fence, Finish, Reap, Requeue
 from dreamlake.lakeshore.planes.lease_keeper import LeaseKeeper
 from dreamlake.lakeshore.testing import running_worker
@@ -260,14 +260,14 @@ async def test_a_keeper_without_its_loop_keeps_nothing(recorded: Recorded, anyio
 
 async def test_a_worker_that_has_ended_leaves_the_plane_alone(tmp_path: Path) -> None:
     """Heartbeats run elsewhere: none of them may open again what is being closed."""
-    before = set(_loops._open)
+    before = set(per_loop._open)
     for number in range(30):
         async with dls.Dispatch(tmp_path / f"{number}.db") as plane:
             queue = dls.Queue("q", dispatch=plane)
             async with running_worker(queue):
                 if number % 2:
                     await queue.call(dls.thunk(bodies.double, 1))
-        assert set(_loops._open) <= before, number
+        assert set(per_loop._open) <= before, number
 
 
 # --- outages --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import worker_bodies as bodies
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency.loops import across
+from dreamlake.lakeshore.concurrency.portal import across
 from dreamlake.lakeshore.server.app import create_app
 from dreamlake.lakeshore.server.tokens import TokenFile, create_token, revoke_token
 

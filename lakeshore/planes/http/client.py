@@ -16,18 +16,17 @@ from urllib.parse import quote, urlencode, urlsplit
 import anyio
 import httpx
 
-from ...concurrency.loops import spawn
 from ...errors import DispatchError, LakeshoreError, PlaneUnavailable, WireError
 from ...ids import new_id
 from ..protocol.routes import CONTENT_TYPE, REQUEST_ID, ROUTES, TooLarge, decode, encode, raised
 from .pool import CONNECT_S, Answer, Broken, Connections, HttpxPool, Pool, proxied
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+    from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 
 T = TypeVar("T")
 
-__all__ = ["Client", "MissingRoute", "reading", "text_of", "unhurried"]
+__all__ = ["Client", "MissingRoute", "reading", "text_of"]
 
 logger = logging.getLogger("dreamlake.lakeshore.planes")
 
@@ -148,7 +147,7 @@ class Client:
         held: seconds that the far side may hold it; answer: seconds without a byte beyond those after which it is given
         up, by default as long as the plane's patience lets it; tag: what `cut` may know it by. Raises PlaneUnavailable
         when no answer came or a later one may be better, MissingRoute, and what the answer's error means. Not to be
-        cancelled: see `unhurried`.
+        cancelled: call it through `run_to_end`.
         """
         route, request_id = ROUTES[name], new_id()
         where = f"{route.method} {route.path} at {self._url}, request {request_id}"
@@ -294,22 +293,3 @@ def _said(exc: OSError) -> str:
 
 def _field(error: object, name: str) -> str:
     return str(cast("dict[str, Any]", error).get(name) or "") if isinstance(error, dict) else ""
-
-
-async def unhurried(fn: Callable[[], Awaitable[T]]) -> T:
-    """Await `fn` in a task of the loop's own: who is cancelled meanwhile leaves it to end by itself."""
-    done, found, failed = anyio.Event(), list[T](), list[Exception]()
-
-    async def run() -> None:
-        try:
-            found.append(await fn())
-        except Exception as exc:
-            failed.append(exc)
-
-    spawn(run, done.set)
-    await done.wait()
-    if failed:
-        raise failed[0]
-    if not found:
-        raise PlaneUnavailable("the event loop ended before the plane's answer came; the operation can be repeated")
-    return found[0]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ...concurrency.loops import across
+from ...concurrency.portal import across
+from ...concurrency.tasks import run_to_end
 from ...errors import DispatchError, InvocationNotFound, LakeshoreError, PlaneUnavailable
 from ...wire._msgpack import READ_ERRORS, Unpacker
 from ..contract.news import Cursor, News
@@ -23,12 +24,12 @@ from ..contract.records import TERMINAL, Failure, Outcome, Page
 from ..protocol import messages as say
 from ..protocol.routes import is_list
 from ..protocol.views import hear_outcome
-from .client import Client, MissingRoute, reading, unhurried
+from .client import Client, MissingRoute, reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ...concurrency.loops import Home
+    from ...concurrency.portal import Home
     from ..contract.store import Interest
 
 __all__ = ["PlainServer", "hear_submit"]
@@ -220,7 +221,7 @@ class PlainServer:
                 else:
                     async with limiter:
                         held = HELD_S if len(running) <= AT_ONCE else SHARED_S
-                        outcome = await across(home, lambda: unhurried(lambda: self._await(key, held)))
+                        outcome = await across(home, lambda: run_to_end(self._await, key, held, may_leave=True))
                     if outcome.state != "pending":
                         tell(News("id", key, outcome))
             except LakeshoreError as exc:

@@ -7,7 +7,8 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ...concurrency.loops import across
+from ...concurrency.portal import across
+from ...concurrency.tasks import run_to_end
 from ...errors import DispatchError, InvocationNotFound, PlaneUnavailable
 from ..contract.news import Cursor, News
 from ..contract.operations import (
@@ -32,7 +33,7 @@ from ..protocol import messages as say
 from ..protocol.routes import MAX_ITEMS, TooLarge, is_list, raised
 from ..protocol.views import hear_ages, hear_counts, hear_outcome, hear_page, hear_row
 from ..remote_plane import HeldPlane
-from .client import Client, MissingRoute, reading, text_of, unhurried
+from .client import Client, MissingRoute, reading, text_of
 from .long_polls import Watch, ask_cursor
 from .older_server import PlainServer, hear_submit
 from .pool import check_address
@@ -233,7 +234,7 @@ class HttpStore:
     # Reads
 
     async def _read(self, name: str, fields: Fields | None = None, **kwargs: Any) -> Fields:
-        answer = await unhurried(lambda: self._call(name, fields, **kwargs))
+        answer = await run_to_end(partial(self._call, name, fields, **kwargs), may_leave=True)
         self._plane.reached()
         return answer
 
@@ -246,7 +247,7 @@ class HttpStore:
             try:
                 fields = await self._read("await_many", {"items": items, "timeout_s": 0.0})
             except MissingRoute:
-                return await unhurried(lambda: self._plain.outcomes(ids))
+                return await run_to_end(self._plain.outcomes, ids, may_leave=True)
             some = self._heard("await_many", _outcomes, fields)
             found |= some
             # Large ones come in several answers.
@@ -258,11 +259,11 @@ class HttpStore:
         try:
             found = await self._read("await_many", fields)
         except MissingRoute:
-            return await unhurried(lambda: self._plain.page(id, since, limit, max_bytes))
+            return await run_to_end(self._plain.page, id, since, limit, max_bytes, may_leave=True)
         return self._heard("await_many", partial(_page, id), found)
 
     async def cancels(self, worker: str) -> list[tuple[str, int]]:
-        return (await unhurried(lambda: self._beat(Beat(worker, (), 30.0)))).cancel
+        return (await run_to_end(self._beat, Beat(worker, (), 30.0), may_leave=True)).cancel
 
     async def rows(self, filter: RowFilter) -> list[Row]:
         query = {name: str(int(value) if value is True else value) for name, value in filter._asdict().items() if value}
@@ -302,7 +303,7 @@ class HttpStore:
 
     async def _ask_watch(self, fields: Fields, held: float) -> Mapping[str, Any]:
         def ask() -> Awaitable[Mapping[str, Any]]:
-            return unhurried(lambda: self._call("await_many", fields, held=held))
+            return run_to_end(partial(self._call, "await_many", fields, held=held), may_leave=True)
 
         answer = await across(self.home, ask)
         self._plane.reached()

@@ -15,7 +15,7 @@ from pymongo import AsyncMongoClient, IndexModel, ReadPreference, WriteConcern
 from pymongo import errors as driver
 from pymongo.uri_parser import parse_uri
 
-from ...concurrency.loops import spawn
+from ...concurrency.tasks import run_to_end
 from ...errors import DispatchError, LakeshoreError, NotAuthorized, PlaneUnavailable, WireError
 from .bodies import Bodies
 from .clock import DatabaseClock
@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from pymongo.asynchronous.collection import AsyncCollection
     from pymongo.asynchronous.database import AsyncDatabase
 
-__all__ = ["DUPLICATE", "Database", "check_mongo_url", "check_redis_url", "foreign", "guarded", "shown_url", "unbroken"]
+__all__ = [
+    "DUPLICATE",
+    "Database",
+    "call_driver",
+    "check_mongo_url",
+    "check_redis_url",
+    "foreign",
+    "guarded",
+    "shown_url",
+]
 
 T = TypeVar("T")
 
@@ -162,27 +171,18 @@ def guarded(name: str) -> Generator[None]:
         raise PlaneUnavailable(f"{name} cannot be asked any more: {exc}") from exc
 
 
-async def unbroken(name: str, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Call `fn`, which asks the driver. A caller who is cancelled leaves at once, and the driver gets to its end: broken off
-    it would give up its connection, and make another for the next one."""
-    answers: list[T] = []
-    failures: list[Exception] = []
-    ended = anyio.Event()
+async def call_driver(name: str, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Await `fn(*args)`, which calls the driver of the database `name`, with the driver's exceptions translated.
 
-    async def ask() -> None:
-        try:
-            with guarded(name):
-                answers.append(await fn(*args))
-        except Exception as exc:
-            failures.append(exc)
+    Cancellation: the caller leaves at once, and the driver's call runs to its end: a driver that is interrupted closes its
+    connection, and has to make another for the next call.
+    """
 
-    spawn(ask, ended.set)
-    await ended.wait()
-    if failures:
-        raise failures[0]
-    if not answers:
-        raise PlaneUnavailable(f"the event loop ended before {name} had answered")
-    return answers[0]
+    async def call() -> T:
+        with guarded(name):
+            return await fn(*args)
+
+    return await run_to_end(call, may_leave=True)
 
 
 # The database -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, ResponseError
 
-from ...concurrency.loops import spawn
+from ...concurrency.tasks import spawn
 from ...errors import LakeshoreError
 from .connection import shown_url
 from .redis_messages import Told, pack, unpack

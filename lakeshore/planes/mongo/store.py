@@ -32,7 +32,7 @@ from . import changes, sweeps, watch
 from . import read as reads
 from . import restore as moves
 from .claim import Claims
-from .connection import Database, check_mongo_url, check_redis_url, guarded, shown_url, unbroken
+from .connection import Database, call_driver, check_mongo_url, check_redis_url, guarded, shown_url
 from .submit import submit
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class MongoStore:
         db: Database | None = getattr(self, "_db", None)
         with anyio.move_on_after(GOODBYE), suppress(LakeshoreError):
             if db is not None:
-                await unbroken(db.name, self._claims.settle)
+                await call_driver(db.name, self._claims.settle)
         if live is not None:
             await live.close()
         if db is not None:
@@ -223,7 +223,7 @@ class MongoStore:
     # Reads
 
     def _ask(self, read: Callable[..., Awaitable[T]], *args: Any) -> Awaitable[T]:
-        return unbroken(self._db.name, read, *args)
+        return call_driver(self._db.name, read, *args)
 
     async def outcomes(self, ids: Sequence[str]) -> list[Outcome]:
         return await self._ask(reads.outcomes, self._db, ids)

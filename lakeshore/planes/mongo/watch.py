@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from ...concurrency.loops import across
+from ...concurrency.portal import across
 from ...errors import LakeshoreError
 from ..contract.news import News
 from .append import settles
-from .connection import unbroken
+from .connection import call_driver
 from .documents import Document, date, key_of, seconds
 from .redis_messages import KINDS
 
@@ -79,7 +79,7 @@ async def _look(db: Database, live: Live | None, interest: Interest, tell: Calla
             continue
         wanted: dict[Kind, Sequence[str]] = {kind: interest.names(kind) for kind in KINDS if interest.waits(kind)}
         try:
-            for news in await across("asyncio", unbroken, db.name, look.changes, wanted):
+            for news in await across("asyncio", call_driver, db.name, look.changes, wanted):
                 tell(news)
         except LakeshoreError as exc:  # the engine, which asks what is due, says so
             logger.debug("the database could not be looked at: %s", exc)

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import aiosqlite
 import anyio
 
-from ...concurrency.loops import on_daemon_thread, spawn
+from ...concurrency.tasks import spawn
+from ...concurrency.threads import on_daemon_thread
 from ...errors import DispatchError, LakeshoreError, PlaneUnavailable
 from .liveness import Turn
 

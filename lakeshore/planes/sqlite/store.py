@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 
-from ...concurrency.loops import across, at_home
+from ...concurrency.portal import across, at_home
 from ...errors import DispatchError, LakeshoreError
 from ..contract.news import Kind, News
 from ..contract.operations import Finish, Operation, Reap, Reaped, Submit, weight_of

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
+from ...concurrency.tasks import run_to_end
 from ...daemon.workdir import ARGS, LOCK, remove_leftovers
 from ...errors import DispatchError
-from ...worker.runner import Exit, start_or_undo, to_the_end
+from ...worker.runner import Exit, start_or_undo
 from ..attached_client import (
     ENTRY,
     Followed,
@@ -145,7 +146,7 @@ class DockerRunner:
         nothing; while the container is created, for that."""
         mine = f"label={LABEL}.folder={launch.folder.path}"
         if self.abandoned:
-            await to_the_end(self._collect)
+            await run_to_end(self._collect)
         if launch.attempt > 1:
             await self._clear(launch, mine)
         if self.pull == "always":
@@ -161,7 +162,7 @@ class DockerRunner:
     async def aclose(self) -> None:
         """Remove containers of an engine that went away, if it is back."""
         with suppress(Unreachable):
-            await to_the_end(self._collect)
+            await run_to_end(self._collect)
         while self.abandoned:
             await anyio.to_thread.run_sync(self.abandoned.pop()[1].dismiss)
 
@@ -278,12 +279,12 @@ class _Container(Followed):
         while self._exit is None:
             await self._client_ended()
             try:
-                await to_the_end(self._settle)
+                await run_to_end(self._settle)
             except Unreachable as exc:
                 now = anyio.current_time()
                 self._away_since = self._away_since or now
                 if now > self._away_since + BACK:
-                    await to_the_end(partial(self._give_up, exc))
+                    await run_to_end(partial(self._give_up, exc))
                 await anyio.sleep(0.5)
         return self._exit
 

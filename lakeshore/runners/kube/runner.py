@@ -23,10 +23,11 @@ import anyio.to_thread
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from ...concurrency.loops import loop_token
+from ...concurrency.tasks import run_to_end
 from ...daemon.workdir import ARGS, ERROR, FRAMES, RESULT, remove_leftovers
 from ...errors import DispatchError
 from ...planes.contract.records import Failure
-from ...worker.runner import Exit, to_the_end
+from ...worker.runner import Exit
 from ..commands import TAIL, Guard
 from ..options import amount, check_known
 from .api import Away, Rejected, check_client, insist
@@ -120,13 +121,13 @@ class KubeRunner:
             await checkpoint_if_cancelled()
             await session.started(known)
         except BaseException:
-            await to_the_end(partial(session.end, known))
+            await run_to_end(partial(session.end, known))
             raise
         return KubeJob(session, known, launch)
 
     async def aclose(self) -> None:
         """Delete what is left of this runner's Jobs, and end the watch."""
-        await to_the_end(self._close)
+        await run_to_end(self._close)
 
     async def _close(self) -> None:
         session, self._session = self._session, None
@@ -191,7 +192,7 @@ class KubeJob:
     async def wait(self) -> Exit:
         if self._exit is None:
             seen = await self._session.ended(self._job)
-            await to_the_end(partial(self._conclude, seen))
+            await run_to_end(partial(self._conclude, seen))
         assert self._exit is not None
         return self._exit
 

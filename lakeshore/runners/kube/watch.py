@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from ...concurrency.loops import loop_token, spawn
+from ...concurrency.loops import loop_token
+from ...concurrency.tasks import run_to_end, spawn
 from ...errors import DispatchError
 from ...planes.contract.records import Failure
-from ...worker.runner import Exit, to_the_end
+from ...worker.runner import Exit
 from .api import REFUSED_S, Api, Away, Rejected, insist
 from .job import INVOCATION, JOB, WORKER, label
 from .json_fields import entries, meta, part
@@ -96,7 +97,7 @@ class Session:
         """Have a Job made. Raises Rejected; Away when it may come into being all the same, then or later."""
         before, job.made = job.made, True
         try:
-            await to_the_end(partial(self.api.create_job, manifest))
+            await run_to_end(partial(self.api.create_job, manifest))
         except Away:
             self.doubtful = True
             raise

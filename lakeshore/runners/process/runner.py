@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 import anyio.to_thread
 
+from ...concurrency.tasks import run_to_end
 from ...daemon.workdir import ARGS, GATE, MODULES, STDERR, STDOUT
 from ...errors import DispatchError
-from ...worker.runner import start_or_undo, to_the_end
+from ...worker.runner import start_or_undo
 from ..options import amount, check_known, flag
 from ..process_groups import Group, Spawned, WarmInterpreter, end_with_us
 
@@ -134,7 +135,7 @@ class ProcessRunner:
     async def aclose(self) -> None:
         """End the warm interpreter."""
         if self._warm is not None:
-            await to_the_end(partial(anyio.to_thread.run_sync, self._warm.close))
+            await run_to_end(partial(anyio.to_thread.run_sync, self._warm.close))
 
     def _start(self, launch: Launch) -> Group:
         user = None if launch.as_user is None else Account(launch.as_user)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 import anyio.to_thread
 
-from ...concurrency.loops import spawn
+from ...concurrency.tasks import spawn
 from ...daemon.workdir import ERROR, RESULT, STDOUT
 from ...errors import DispatchError
 from ..commands import run_command

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 import anyio.to_thread
 
+from ...concurrency.tasks import run_to_end
 from ...daemon.workdir import ARGS, ERROR, LOCK, RESULT, last_output, read_error, remove_leftovers
 from ...errors import DispatchError
 from ...planes.contract.records import Failure
-from ...worker.runner import Exit, to_the_end
+from ...worker.runner import Exit
 from ..commands import Guard, run_command
 from ..options import amount, check_known, words
 from ..process.runner import ENTRY, Account
@@ -141,7 +142,7 @@ class SlurmRunner:
         try:
             await job.begin()
         except BaseException:
-            await to_the_end(job.undo)
+            await run_to_end(job.undo)
             raise
         return job
 
@@ -171,7 +172,7 @@ class _Job:
     async def begin(self) -> None:
         if self._launch.attempt > 1:
             await self._end_earlier()
-        await to_the_end(self._submit)
+        await run_to_end(self._submit)
         assert self._watch is not None
         seen = await self._watch.until(lambda seen: seen.state not in PENDING)
         logger.debug("Slurm job %s is %s on %s", self._watch.id, seen.state, seen.nodes)

@@ -19,7 +19,7 @@ import pytest
 from helpers import wait_until_sync
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency.loops import across
+from dreamlake.lakeshore.concurrency.portal import across
 from dreamlake.lakeshore.server.app import create_app
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from http_kit import (
 from proxy import proxy_before
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.concurrency.loops import portal
+from dreamlake.lakeshore.concurrency.portal import portal
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes import engine
 from dreamlake.lakeshore.planes.contract.operations import Claim, Fence, Finish, Submit
