@@ -20,9 +20,10 @@ from roles import BODY, COMMANDS, NONE, ROLES, SYNC_ROLES, Control, main, plane_
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract.operations import Fence
-from dreamlake.lakeshore.planes.http.client import CONNECTIONS
-from dreamlake.lakeshore.planes.protocol.messages import ask_submit
-from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE, decode, encode
+from dreamlake.lakeshore.planes.http.attempt import CONNECTIONS
+from dreamlake.lakeshore.planes.protocol.fields import decode, encode
+from dreamlake.lakeshore.planes.protocol.messages import encode_submit
+from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,7 +88,7 @@ async def one_by_one(plane: Plane, count: int, backend: str) -> dict[str, Any]:
     url = f"{_url(plane)}/v1/producer/submit"
 
     async def one(n: int) -> None:
-        body = encode(ask_submit(plane.submission("jobs", BODY)))
+        body = encode(encode_submit(plane.submission("jobs", BODY)))
         response = await client.post(url, content=body)
         assert response.status_code == 200
         assert decode(response.content, url)["invocation_id"]

@@ -21,7 +21,9 @@ from starlette.applications import Starlette
 
 from ..errors import LakeshoreError, NotAuthorized, WireError
 from ..ids import check_id
-from ..planes.protocol.routes import CONTENT_TYPE, REQUEST_ID, STREAM_TYPE, Refused, encode, error_fields, status_of
+from ..planes.protocol.errors import ForbiddenRequest, encode_error, status_of
+from ..planes.protocol.fields import encode
+from ..planes.protocol.routes import CONTENT_TYPE, REQUEST_ID, STREAM_TYPE
 from .limits import Limits
 from .metrics import METRICS_TYPE, Metrics
 from .requests import Answer, Body, Call, Left, Receive, Service, Target, find, read_fields, read_query, told
@@ -81,7 +83,7 @@ class _Endpoint:
     def check_browser(self, headers: Mapping[bytes, bytes], scope: Scope) -> None:
         """What a page of another origin could have sent is refused, under whatever name it reached this machine."""
         if b"origin" in headers:
-            raise Refused("expected no Origin header: this server takes no requests of pages in browsers")
+            raise ForbiddenRequest("expected no Origin header: this server takes no requests of pages in browsers")
         if self._any_host and self._tokens is not None and self._tokens.required:
             return
         host = headers.get(b"host", b"")
@@ -91,7 +93,7 @@ class _Endpoint:
         if name in self._hosts and len(self._seen) < 100:
             self._seen.add(host)
         if name not in self._hosts and not (server and name == str(server[0]).lower()):
-            raise Refused(
+            raise ForbiddenRequest(
                 f"expected a Host header that names this server, got {name[:80]!r}: "
                 "start it with --allowed-host for every other name that it goes by"
             )
@@ -129,7 +131,9 @@ class _Endpoint:
         found = self._others.get(ns)
         if found is None:
             if len(self._others) >= self.limits.namespaces:
-                raise Refused(f"expected one of the {len(self._others)} namespaces in use, the most that there may be")
+                raise ForbiddenRequest(
+                    f"expected one of the {len(self._others)} namespaces in use, the most that there may be"
+                )
             found = self._others[ns] = self.plane.within(ns)
         return found
 
@@ -297,7 +301,7 @@ class _Exchange:
             status, fields, headers = exc.status, exc.fields, exc.headers
         else:
             exc = told(exc)
-            status, fields = status_of(exc), error_fields(exc)
+            status, fields = status_of(exc), encode_error(exc)
         if status == 500 or self._started:
             trace = exc if status == 500 else None
             kind = fields["error"]["type"] if isinstance(exc, Answer) else type(exc).__name__

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..errors import PlaneUnavailable, WireError
-from ..planes.protocol.routes import CONTENT_TYPE, encode, error_fields
+from ..planes.protocol.errors import encode_error
+from ..planes.protocol.fields import encode
+from ..planes.protocol.routes import CONTENT_TYPE
 
 __all__ = ["BOUNDS", "Bounds", "Connection"]
 
@@ -136,7 +138,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()  # in the middle of an answer there is no place for another
             return
         self._leave()
-        body = encode(error_fields(exc))
+        body = encode(encode_error(exc))
         head = f"content-type: {CONTENT_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head.encode("ascii") + body)
         self.transport.close()

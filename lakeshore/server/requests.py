@@ -11,7 +11,9 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from ..errors import PlaneUnavailable, WireError
-from ..planes.protocol.routes import ROUTES, TooLarge, decode, number
+from ..planes.protocol.errors import TooLarge
+from ..planes.protocol.fields import decode, seconds
+from ..planes.protocol.routes import ROUTES
 from ..wire._msgpack import READ_ERRORS, unpackb
 from .polls import Polls, Renewals
 
@@ -113,7 +115,7 @@ class Call:
 
     def seconds(self, name: str, default: float) -> float:
         """A field that says how long to hold the request."""
-        return min(number(self.fields, name, default), self.service.limits.held)
+        return min(seconds(self.fields, name, default), self.service.limits.held)
 
 
 class Answer(Exception):

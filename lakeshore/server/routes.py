@@ -15,23 +15,13 @@ import anyio
 from ..errors import InvocationNotFound, WireError
 from ..ids import check_id
 from ..planes.contract.news import Cursor
-from ..planes.contract.operations import Beaten, Cancel, Claim, Claimed, Fence, Requeue
+from ..planes.contract.operations import Beaten, Claim, Claimed, Fence, Requeue
 from ..planes.contract.records import Outcome, RowFilter
 from ..planes.plane import PAGE_BYTES, PAGE_FRAMES
-from ..planes.protocol import messages as say
-from ..planes.protocol.routes import (
-    AWAIT_S,
-    MAX_ITEMS,
-    encode,
-    error_fields,
-    failure_from,
-    field,
-    number,
-    read_items,
-    read_pairs,
-    status_of,
-)
-from ..planes.protocol.views import say_outcome, say_page, say_row
+from ..planes.protocol import messages
+from ..planes.protocol.errors import encode_error, status_of
+from ..planes.protocol.fields import encode, field, read_items, read_pairs, seconds
+from ..planes.protocol.routes import AWAIT_S, MAX_ITEMS
 from .requests import told, whole
 
 if TYPE_CHECKING:
@@ -50,7 +40,7 @@ Fields = dict[str, Any]
 Handler: TypeAlias = "Callable[[Call], Coroutine[Any, Any, Fields]]"
 
 POLL_S = 30.0
-"""Seconds that a poll is held when it does not say."""
+"""Seconds that a poll is held when it names no time."""
 MOST_LINGER_S = 1.0
 
 logger = logging.getLogger("dreamlake.lakeshore.server")
@@ -72,7 +62,7 @@ async def _each(
             places.append(len(results))
             results.append({})
         except (ValueError, RecursionError) as exc:
-            results.append(error_fields(told(exc)))
+            results.append(encode_error(told(exc)))
     for place, op, found in zip(places, ops, await call.plane.many(ops), strict=True):
         results[place] = _error(found) if isinstance(found, Exception) else answer(op, found)
     return {"results": results}
@@ -81,7 +71,7 @@ async def _each(
 def _error(exc: Exception) -> Fields:
     if status_of(exc) >= 500 and status_of(exc) != 503:
         logger.error("an item of a batch failed", exc_info=exc)
-    return error_fields(exc)
+    return encode_error(exc)
 
 
 async def _one(call: Call, op: Operation, answer: Callable[[Any, Any], Fields]) -> Fields:
@@ -94,25 +84,29 @@ async def _one(call: Call, op: Operation, answer: Callable[[Any, Any], Fields]) 
 def _read_submit(fields: Mapping[str, Any]) -> Submit:
     """What a submit says around its envelope goes out with the claim, some levels deeper: what could not is refused here,
     or no poll of its queue would be answered again."""
-    op = say.read_submit(fields)
+    op = messages.decode_submit(fields)
     if op.config is not None:
         try:
-            encode(say.say_claims([Claimed(op.id, op.queue, b"", 1, 0, 0, 0, False, op.parent, op.parent, op.config)]))
+            encode(
+                messages.encode_claim_answer(
+                    [Claimed(op.id, op.queue, b"", 1, 0, 0, 0, False, op.parent, op.parent, op.config)]
+                )
+            )
         except (ValueError, RecursionError):
             raise WireError("expected `run_config`, `function` and `code_context` not nested 1000 deep") from None
     return op
 
 
 async def submit(call: Call) -> Fields:
-    return await _one(call, _read_submit(call.fields), say.say_submit)
+    return await _one(call, _read_submit(call.fields), messages.encode_submit_answer)
 
 
 async def submit_many(call: Call) -> Fields:
-    return await _each(call, read_items(call.fields), _read_submit, say.say_submit)
+    return await _each(call, read_items(call.fields), _read_submit, messages.encode_submit_answer)
 
 
 async def await_one(call: Call) -> Fields:
-    id, timeout = _id(call.fields), call.seconds("timeout_s", AWAIT_S)
+    id, timeout = messages.read_invocation_id(call.fields), call.seconds("timeout_s", AWAIT_S)
     outcome: Outcome | None = None
     if timeout > 0:
         with call.turn() as turn:
@@ -122,17 +116,17 @@ async def await_one(call: Call) -> Fields:
                 pass
     else:
         (outcome,) = await call.plane.look([id])
-    return say_outcome(outcome or Outcome(id, "pending"))
+    return messages.encode_outcome(outcome or Outcome(id, "pending"))
 
 
 async def await_many(call: Call) -> Fields:
     """Whatever ended, or is unknown, or has frames to read, of all that is asked about; what is bad answers at once."""
     results: list[Any] = []
     pages: list[Any] = []
-    ids = _readable(read_items(call.fields), _id, results)
+    ids = _readable(read_items(call.fields), messages.read_invocation_id, results)
     cursors = _readable(read_items(call.fields, "streams"), _cursor, pages, "since")
     timeout = 0.0 if results or pages else call.seconds("timeout_s", AWAIT_S)
-    linger = number(call.fields, "linger_s", 0.0, MOST_LINGER_S)
+    linger = seconds(call.fields, "linger_s", 0.0, MOST_LINGER_S)
     watch = field(call.fields, "watch", str, "")
     if not ids and not cursors:
         return {"results": results, "pages": pages}
@@ -144,12 +138,12 @@ async def await_many(call: Call) -> Fields:
     asked, since = {*ids}, {cursor.id: cursor.since for cursor in cursors}
     for outcome in found.outcomes:
         id, unknown = outcome.id, outcome.state == "unknown"
-        answer = error_fields(InvocationNotFound(id)) if unknown else say_outcome(outcome)
+        answer = encode_error(InvocationNotFound(id)) if unknown else messages.encode_outcome(outcome)
         if id in asked:
             results.append([id, answer])
         if unknown and id in since:
             pages.append([id, since[id], answer])
-    pages += [[cursor.id, cursor.since, say_page(page)] for cursor, page in found.pages]
+    pages += [[cursor.id, cursor.since, messages.encode_page(page)] for cursor, page in found.pages]
     return {"results": results, "pages": pages} | ({"more": True} if found.more else {})
 
 
@@ -160,16 +154,12 @@ def _readable(items: Iterable[Fields], read: Callable[[Fields], Any], bad: list[
         try:
             good.append(read(item))
         except (ValueError, RecursionError) as exc:
-            bad.append([*(_echo(item.get(name)) for name in ("invocation_id", *also)), error_fields(told(exc))])
+            bad.append([*(_echo(item.get(name)) for name in ("invocation_id", *also)), encode_error(told(exc))])
     return good
 
 
 def _echo(value: object) -> Any:
     return value if type(value) is int or (type(value) is str and len(value) <= 200) else None
-
-
-def _id(fields: Mapping[str, Any]) -> str:
-    return check_id(field(fields, "invocation_id", str))
 
 
 def _cursor(fields: Mapping[str, Any]) -> Cursor:
@@ -179,16 +169,15 @@ def _cursor(fields: Mapping[str, Any]) -> Cursor:
     )
     if limit < 1 or most < 1:
         raise WireError(f"expected `limit` and `max_bytes` from 1, got {limit} and {most}")
-    return Cursor(_id(fields), max(-1, min(since, 2**62)), min(limit, PAGE_FRAMES), min(most, PAGE_BYTES))
+    return Cursor(
+        messages.read_invocation_id(fields), max(-1, min(since, 2**62)), min(limit, PAGE_FRAMES), min(most, PAGE_BYTES)
+    )
 
 
 async def cancel(call: Call) -> Fields:
-    def said(op: Any, answer: Any) -> Fields:
-        return say.say_cancelled(answer)
-
     if "items" in call.fields:
-        return await _each(call, read_items(call.fields), lambda item: Cancel(_id(item)), said)
-    return await _one(call, Cancel(_id(call.fields)), said)
+        return await _each(call, read_items(call.fields), messages.decode_cancel, messages.encode_cancel_answer)
+    return await _one(call, messages.decode_cancel(call.fields), messages.encode_cancel_answer)
 
 
 async def stream(call: Call) -> AsyncGenerator[bytes]:
@@ -211,7 +200,7 @@ async def stream(call: Call) -> AsyncGenerator[bytes]:
 
 async def invocation(call: Call) -> Fields:
     for row in await call.plane.rows(RowFilter(id=call.id, limit=1, body=call.query.get("body") == "1")):
-        return say_row(row)
+        return messages.encode_row(row)
     raise InvocationNotFound(call.id)
 
 
@@ -222,7 +211,7 @@ async def invocations(call: Call) -> Fields:
     names = {name: query.get(name) for name in ("queue", "state", "key", "root")}
     id = check_id(query["id"]) if "id" in query else None
     rows = await call.plane.rows(RowFilter(id, **names, limit=limit, body=query.get("body") == "1"))
-    return {"invocations": [say_row(row) for row in rows]}
+    return {"invocations": [messages.encode_row(row) for row in rows]}
 
 
 async def queues(call: Call) -> Fields:
@@ -235,8 +224,9 @@ async def queues(call: Call) -> Fields:
 
 
 async def poll(call: Call) -> Fields:
-    """Claims, waited for. A poll with an id answers again what it has taken; one without gives back what it cannot say."""
-    op, timeout = say.read_claim(call.fields), call.seconds("timeout_s", POLL_S)
+    """Wait for claims. The repeat of a poll with an id gets its claims again; a poll without an id releases what its client
+    did not receive."""
+    op, timeout = messages.decode_claim(call.fields), call.seconds("timeout_s", POLL_S)
     name = None if op.poll_id is None else _poll_name(call, op.worker, op.poll_id)
     with call.turn(name) as turn:
         claims = [] if name is not None and call.service.polls.released(name) else await _claim(call, turn, op, timeout)
@@ -245,7 +235,7 @@ async def poll(call: Call) -> Fields:
     if claims:
         call.taken = partial(_give_back, call.plane, op.worker, claims)
         call.unsent = call.taken if op.poll_id is None else None
-    answer = say.say_claims(claims)
+    answer = messages.encode_claim_answer(claims)
     if call.ns in call.service.target_versions:
         answer["target_nymph_version"] = call.service.target_versions[call.ns]
     return answer
@@ -283,20 +273,24 @@ async def _claim(call: Call, turn: Turn, op: Claim, timeout: float) -> list[Clai
     return await look() or (await turn.hold(wait) if timeout > 0 else None) or []
 
 
-async def _give_back(plane: Plane, worker: str, claims: Sequence[Claimed]) -> list[Any]:
-    return await plane.many([Requeue(Fence(claimed.id, worker, claimed.attempt)) for claimed in claims])
+async def _give_back(plane: Plane, worker: str, claims: Sequence[Claimed]) -> list[tuple[Requeue, Any]]:
+    """Release claims; each release with its answer or its exception."""
+    ops = [Requeue(Fence(claimed.id, worker, claimed.attempt)) for claimed in claims]
+    return list(zip(ops, await plane.many(ops), strict=True))
 
 
 async def release(call: Call) -> Fields:
     """Give claims back, or all that a poll has taken or would have."""
-    poll_id = say.read_poll_id(call.fields)
+    poll_id = messages.read_poll_id(call.fields)
     if poll_id is None:
         return await _requeue(call, "release")
-    worker = say.read_worker(call.fields)
+    worker = messages.read_worker(call.fields)
     await call.service.polls.release(_poll_name(call, worker, poll_id))
     claims: list[Claimed] = await call.plane.do(Claim((), worker, 0, poll_id=poll_id, local=False))
-    found = await _give_back(call.plane, worker, claims)
-    return {"results": [_error(one) if isinstance(one, Exception) else say.say_requeued(one) for one in found]}
+    results: list[Fields] = []
+    for op, found in await _give_back(call.plane, worker, claims):
+        results.append(_error(found) if isinstance(found, Exception) else messages.encode_requeue_answer(op, found))
+    return {"results": results}
 
 
 async def retry(call: Call) -> Fields:
@@ -304,42 +298,42 @@ async def retry(call: Call) -> Fields:
 
 
 async def _requeue(call: Call, reason: Any) -> Fields:
-    def said(op: Any, answer: Any) -> Fields:
-        return say.say_requeued(answer)
-
+    """Requeue what stands under `items`, or all `claims` of a worker, for the same reason."""
     fields = call.fields
     if "claims" not in fields:
-        return await _each(call, read_items(fields), lambda item: say.read_requeue(item, reason), said)
-    worker, pairs = say.read_worker(fields), read_pairs(fields, "claims")
-    delay, error = number(fields, "delay_s", 0.0, 1e9), failure_from(fields.get("error"))
+        decode = messages.decode_release if reason == "release" else messages.decode_retry
+        return await _each(call, read_items(fields), decode, messages.encode_requeue_answer)
+    worker = messages.read_worker(fields)
+    pairs = read_pairs(fields, "claims")
+    delay, error = messages.read_retry(fields)
     if reason == "release":
         delay, error = 0.0, None
-    return await _each(call, pairs, lambda pair: Requeue(Fence(pair[0], worker, pair[1]), reason, delay, error), said)
+
+    def requeue(claim: tuple[str, int]) -> Requeue:
+        return Requeue(Fence(claim[0], worker, claim[1]), reason, delay, error)
+
+    return await _each(call, pairs, requeue, messages.encode_requeue_answer)
 
 
 async def ack(call: Call) -> Fields:
-    return await _one(call, say.read_finish(call.fields), _finished)
+    return await _one(call, messages.decode_finish(call.fields), messages.encode_finish_answer)
 
 
 async def ack_many(call: Call) -> Fields:
-    return await _each(call, read_items(call.fields), say.read_finish, _finished)
-
-
-def _finished(op: Any, answer: bool) -> Fields:
-    return say.say_finished(answer)
+    return await _each(call, read_items(call.fields), messages.decode_finish, messages.encode_finish_answer)
 
 
 async def chunk(call: Call) -> Fields:
-    return await _one(call, say.read_append(call.fields), say.say_appended)
+    return await _one(call, messages.decode_append(call.fields), messages.encode_append_answer)
 
 
 async def chunks(call: Call) -> Fields:
-    return await _each(call, read_items(call.fields), say.read_append, say.say_appended)
+    return await _each(call, read_items(call.fields), messages.decode_append, messages.encode_append_answer)
 
 
 async def heartbeat(call: Call) -> Fields:
     """Renew at once; then wait for what the worker does not know yet, and no longer than its leases allow."""
-    beat, known = say.read_beat(call.fields), {*read_pairs(call.fields, "known")}
+    beat, known = messages.decode_beat(call.fields), {*read_pairs(call.fields, "known")}
     wait, plane = call.seconds("wait_s", 0.0), call.plane
     answer = Beaten([], [])
 
@@ -357,18 +351,18 @@ async def heartbeat(call: Call) -> Fields:
     else:
         with call.turn() as turn:
             await turn.hold(lambda: plane.until([("claims", beat.worker)], look, wait))
-    return say.say_beaten(answer)
+    return messages.encode_beat_answer(answer)
 
 
 # Operators ----------------------------------------------------------------------------------------------------------
 
 
 async def reap(call: Call) -> Fields:
-    return say.say_reaped(await call.plane.do(say.read_reap(call.fields)))
+    return messages.encode_reap_answer(await call.plane.do(messages.decode_reap(call.fields)))
 
 
 async def purge(call: Call) -> Fields:
-    return {"count": await call.plane.purge(number(call.fields, "older_than_s", 0.0, 1e12))}
+    return {"count": await call.plane.purge(seconds(call.fields, "older_than_s", 0.0, 1e12))}
 
 
 _NAMED: tuple[Handler, ...] = (

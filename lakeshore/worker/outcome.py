@@ -23,7 +23,7 @@ from ..planes.auth_grace import Refusals
 from ..planes.contract.failures import CANCELLED_RUNNING
 from ..planes.contract.operations import Fence, Finish, Requeue
 from ..planes.contract.records import Failure
-from ..planes.protocol.routes import TooLarge
+from ..planes.protocol.errors import TooLarge
 from .executor import LOST
 from .frame_writer import FrameWriter, final_frame
 

@@ -21,7 +21,8 @@ from cli_kit import LIMIT, Process, cli, environment
 from helpers import wait_until_sync
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE, decode, encode
+from dreamlake.lakeshore.planes.protocol.fields import decode, encode
+from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

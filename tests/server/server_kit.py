@@ -24,7 +24,8 @@ from anyio.from_thread import start_blocking_portal
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE, decode, encode
+from dreamlake.lakeshore.planes.protocol.fields import decode, encode
+from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE
 from dreamlake.lakeshore.server.app import ControlPlane, create_app
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import pytest
 from helpers import run_python, wait_until
 
 from dreamlake.lakeshore.errors import DispatchError
-from dreamlake.lakeshore.planes.protocol.routes import decode
+from dreamlake.lakeshore.planes.protocol.fields import decode
 from dreamlake.lakeshore.server import serve as serving
 from dreamlake.lakeshore.server.serve import Bounds, addresses, listen, loopback_only, serve, url_of
 

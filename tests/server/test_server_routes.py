@@ -23,15 +23,8 @@ import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.errors import PlaneUnavailable
 from dreamlake.lakeshore.planes.contract.operations import Fence
 from dreamlake.lakeshore.planes.contract.records import RowFilter
-from dreamlake.lakeshore.planes.protocol.routes import (
-    CONTENT_TYPE,
-    MAX_BODY,
-    MAX_HELD_S,
-    MAX_ITEMS,
-    ROUTES,
-    decode,
-    encode,
-)
+from dreamlake.lakeshore.planes.protocol.fields import decode, encode
+from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE, MAX_BODY, MAX_HELD_S, MAX_ITEMS, ROUTES
 from dreamlake.lakeshore.server.app import create_app
 from dreamlake.lakeshore.server.limits import Limits
 from dreamlake.lakeshore.server.requests import find

@@ -22,17 +22,18 @@ from ...errors import InvocationNotFound, PlaneUnavailable
 from ...ids import new_id
 from ..contract.news import Cursor, News
 from ..contract.records import Outcome
-from ..protocol.routes import MAX_ITEMS, raised
-from ..protocol.views import hear_outcome, hear_page
+from ..protocol.errors import decode_error
+from ..protocol.messages import decode_outcome, decode_page, encode_cursor
+from ..protocol.routes import MAX_ITEMS
 from ..remote_plane import HELD_S, PAUSE_S, hold_time
-from .client import MissingRoute, reading, text_of
+from .attempt import MissingRoute, reading, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from ..contract.store import Interest
 
-__all__ = ["Watch", "hear_news"]
+__all__ = ["Watch", "decode_news"]
 
 logger = logging.getLogger("dreamlake.lakeshore.planes")
 
@@ -129,7 +130,7 @@ class Watch:
         held = hold_time()
         fields: dict[str, Any] = {
             "items": [{"invocation_id": key} for key in keys if isinstance(key, str)],
-            "streams": [ask_cursor(cursor) for cursor in cursors],
+            "streams": [encode_cursor(cursor) for cursor in cursors],
             "watch": self._names[poll],
             "timeout_s": held,
             "linger_s": LINGER_S if len(keys) >= MANY and not cursors else 0.0,
@@ -139,7 +140,7 @@ class Watch:
             try:
                 answer = await self._ask(fields, held)
                 with reading("await_many"):
-                    heard = [*hear_news(answer, keys)]
+                    heard = [*decode_news(answer, keys)]
             except MissingRoute:
                 raise
             except Exception as exc:  # whatever it is, those who wait are not to wait for ever
@@ -161,16 +162,7 @@ class Watch:
                 self._tell(News("id", key) if isinstance(key, str) else News("journal", key.id))
 
 
-def ask_cursor(cursor: Cursor) -> dict[str, Any]:
-    return {
-        "invocation_id": cursor.id,
-        "since": cursor.since,
-        "limit": cursor.limit,
-        "max_bytes": cursor.max_bytes,
-    }
-
-
-def hear_news(fields: Mapping[str, Any], keys: Iterable[Key]) -> Iterable[News]:
+def decode_news(fields: Mapping[str, Any], keys: Iterable[Key]) -> Iterable[News]:
     """What the answer to an await-many says, about the keys that were asked for. To be used within `reading`."""
     cursors = {(key.id, key.since): key for key in keys if isinstance(key, Cursor)}
     asked = set(keys)
@@ -178,16 +170,16 @@ def hear_news(fields: Mapping[str, Any], keys: Iterable[Key]) -> Iterable[News]:
         if id not in asked:
             continue
         if isinstance(item.get("error"), dict) and "state" not in item:
-            known = isinstance(raised(item["error"], 400, "await-many", id), InvocationNotFound)
+            known = isinstance(decode_error(item["error"], 400, "await-many", id), InvocationNotFound)
             yield News("id", id, Outcome(id, "unknown") if known else None)
         else:
-            yield News("id", id, hear_outcome(id, item))
+            yield News("id", id, decode_outcome(id, item))
     for id, since, item in fields.get("pages") or ():
         cursor = cursors.get((id, since))
         if cursor is None or "frames" not in item:
             yield News("journal", text_of(id))
         else:
-            yield News("journal", id, None, (cursor, hear_page(item)))
+            yield News("journal", id, None, (cursor, decode_page(item)))
 
 
 def _says_something(news: News) -> bool:

@@ -21,18 +21,17 @@ from ...wire._msgpack import READ_ERRORS, Unpacker
 from ..contract.news import Cursor, News
 from ..contract.operations import Append, Appended, Beat, Beaten, Finish, Operation, Requeue, Requeued, Submit
 from ..contract.records import TERMINAL, Failure, Outcome, Page
-from ..protocol import messages as say
-from ..protocol.routes import is_list
-from ..protocol.views import hear_outcome
-from .client import Client, MissingRoute, reading
+from ..protocol import messages
+from ..protocol.fields import is_list
+from .attempt import Client, MissingRoute, reading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ...concurrency.portal import Home
     from ..contract.store import Interest
 
-__all__ = ["PlainServer", "hear_submit"]
+__all__ = ["PlainServer"]
 
 logger = logging.getLogger("dreamlake.lakeshore.planes")
 
@@ -83,7 +82,7 @@ class PlainServer:
         """One operation by itself; its answer or what is wrong with it."""
         try:
             if isinstance(op, Submit):
-                return hear_submit(op, await self._client.call("submit", fields, id=op.id))
+                return messages.decode_submit_answer(op, await self._client.call("submit", fields, id=op.id))
             if isinstance(op, Finish):
                 return await self._finish(op, fields)
             if isinstance(op, Append):
@@ -115,7 +114,7 @@ class PlainServer:
             last = op.final and at == len(op.frames) - 1
             chunk = self._fence(op) | {"seq": op.first_seq + at, "bytes": frame, "final": last}
             answer = await self._client.call("chunk", chunk, id=op.fence.id)
-            new = not answer.get("duplicate") and not say.hear_appended(answer).duplicates
+            new = not answer.get("duplicate") and not messages.decode_append_answer(op, answer).duplicates
             written, duplicates = written + new, duplicates + (not new)
         return Appended(written, duplicates)
 
@@ -156,7 +155,7 @@ class PlainServer:
         except (MissingRoute, InvocationNotFound):
             return Outcome(id, "unknown")
         with reading("await"):
-            return hear_outcome(id, fields)
+            return messages.decode_outcome(id, fields)
 
     async def page(self, id: str, since: int, limit: int, max_bytes: int) -> Page:
         return await self._page(Cursor(id, since, limit, max_bytes), LOOK_S)
@@ -256,14 +255,6 @@ class PlainServer:
             if page.frames or page.closed:
                 return News("journal", cursor.id, None, (cursor, page))
             await anyio.sleep(random.uniform(0.05, 0.15))
-
-
-def hear_submit(op: Submit, fields: Mapping[str, Any]) -> str:
-    """The id that holds: of a submit without a key its own, or the answer was another's."""
-    id = say.hear_submit(op, fields)
-    if op.key is None and id != op.id:
-        raise DispatchError(f"expected the answer to the submit of {op.id!r}, got that to the submit of {id!r:.100}")
-    return id
 
 
 class _Splitter:

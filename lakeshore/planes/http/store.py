@@ -29,13 +29,14 @@ from ..contract.operations import (
     weight_of,
 )
 from ..contract.records import Outcome, Page, Row, RowFilter
-from ..protocol import messages as say
-from ..protocol.routes import MAX_ITEMS, TooLarge, is_list, raised
-from ..protocol.views import hear_ages, hear_counts, hear_outcome, hear_page, hear_row
+from ..protocol import messages
+from ..protocol.errors import TooLarge, decode_error
+from ..protocol.fields import is_list
+from ..protocol.routes import MAX_ITEMS
 from ..remote_plane import HeldPlane
-from .client import Client, MissingRoute, reading, text_of
-from .long_polls import Watch, ask_cursor
-from .older_server import PlainServer, hear_submit
+from .attempt import Client, MissingRoute, reading, text_of
+from .long_polls import Watch
+from .older_server import PlainServer
 from .pool import check_address
 
 if TYPE_CHECKING:
@@ -129,7 +130,9 @@ class HttpStore:
             if isinstance(op, Beat):
                 return await self._beat(op)
             if isinstance(op, Reap):
-                return self._heard("reap", say.hear_reaped, await self._call("reap", say.ask_reap(op)))
+                return self._heard(
+                    "reap", messages.decode_reap_answer, await self._call("reap", messages.encode_reap(op))
+                )
             fields = await self._call("purge", {"older_than_s": op.older_than})
             return self._heard("purge", lambda fields: int(fields.get("count") or 0), fields)
         except MissingRoute as exc:
@@ -147,15 +150,15 @@ class HttpStore:
             if op.poll_id is None:
                 return []
             asked = op._replace(queues=op.queues or ("default",), limit=0)  # of none it does not matter which queue
-        fields = await self._call("poll", say.ask_claim(asked, op.wait), held=op.wait, tag=op)
-        claims = self._heard("poll", partial(say.hear_claims, asked), fields)
+        fields = await self._call("poll", messages.encode_claim(asked), held=op.wait, tag=op)
+        claims = self._heard("poll", partial(messages.decode_claim_answer, asked), fields)
         return list({(one.id, one.attempt): one for one in claims}.values())  # each body runs once
 
     async def _beat(self, op: Beat) -> Beaten:
         try:
-            asked, answer = say.ask_beat(op, op.wait, op.known), min(max(1.0, op.lease / 6), 15.0)
+            asked, answer = messages.encode_beat(op), min(max(1.0, op.lease / 6), 15.0)
             fields = await self._call("heartbeat", asked, held=op.wait, tag=op, answer=answer)
-            return self._heard("heartbeat", say.hear_beaten, fields)
+            return self._heard("heartbeat", messages.decode_beat_answer, fields)
         except MissingRoute:
             return await self._plain.beat(op)
 
@@ -206,7 +209,7 @@ class HttpStore:
     def _answer(self, op: Any, name: str, fields: Mapping[str, Any]) -> Any:
         error = fields.get("error")
         if error is not None:
-            return raised(error, 400, f"{name} at {self._plane.url}", op.id if hasattr(op, "id") else op.fence.id)
+            return decode_error(error, 400, f"{name} at {self._plane.url}", op.id if hasattr(op, "id") else op.fence.id)
         try:
             return hear(op, fields)
         except DispatchError as exc:
@@ -255,7 +258,7 @@ class HttpStore:
         return [found.get(id) or Outcome(id, "pending") for id in ids]
 
     async def page(self, id: str, since: int, limit: int, max_bytes: int) -> Page:
-        fields = {"streams": [ask_cursor(Cursor(id, since, limit, max_bytes))], "timeout_s": 0.0}
+        fields = {"streams": [messages.encode_cursor(Cursor(id, since, limit, max_bytes))], "timeout_s": 0.0}
         try:
             found = await self._read("await_many", fields)
         except MissingRoute:
@@ -271,14 +274,16 @@ class HttpStore:
             fields = await self._read("invocations", query=query)
         except MissingRoute as exc:
             raise exc.lacking(self._plane.url, "list invocations") from None
-        return self._heard("invocations", lambda got: [hear_row(row) for row in got.get("invocations") or ()], fields)
+        return self._heard(
+            "invocations", lambda got: [messages.decode_row(row) for row in got.get("invocations") or ()], fields
+        )
 
     async def counts(self, queue: str | None, state: str | None) -> dict[tuple[str, str], int]:
         query = {name: value for name, value in (("queue", queue), ("state", state)) if value is not None}
-        return self._heard("queues", hear_counts, await self._queues(query))
+        return self._heard("queues", messages.decode_counts, await self._queues(query))
 
     async def ages(self) -> dict[str, float]:
-        return self._heard("queues", hear_ages, await self._queues({}))
+        return self._heard("queues", messages.decode_ages, await self._queues({}))
 
     async def _queues(self, query: dict[str, str]) -> Fields:
         try:
@@ -317,15 +322,15 @@ def _outcomes(fields: Fields) -> dict[str, Outcome]:
 def _page(id: str, fields: Fields) -> Page:
     for _, _, item in fields.get("pages") or ():
         if "frames" not in item:
-            raise raised(item.get("error"), 400, "await_many", id)
-        return hear_page(item)
+            raise decode_error(item.get("error"), 400, "await_many", id)
+        return messages.decode_page(item)
     return Page([], False, "running", None)
 
 
 def _outcome(id: str, item: Mapping[str, Any]) -> Outcome:
     if "state" in item:
-        return hear_outcome(id, item)
-    exc = raised(item.get("error"), 400, "await_many", id)
+        return messages.decode_outcome(id, item)
+    exc = decode_error(item.get("error"), 400, "await_many", id)
     if isinstance(exc, InvocationNotFound):
         return Outcome(id, "unknown")
     raise exc
@@ -333,23 +338,25 @@ def _outcome(id: str, item: Mapping[str, Any]) -> Outcome:
 
 def _ask(op: Any) -> Fields:
     if isinstance(op, Submit):
-        return say.ask_submit(op)
+        return messages.encode_submit(op)
     if isinstance(op, Finish):
-        return say.ask_finish(op)
+        return messages.encode_finish(op)
     if isinstance(op, Append):
-        return say.ask_append(op)
-    return say.ask_requeue(op) if isinstance(op, Requeue) else {"invocation_id": op.id}
+        return messages.encode_append(op)
+    return messages.encode_requeue(op) if isinstance(op, Requeue) else {"invocation_id": op.id}
 
 
 def hear(op: Any, fields: Mapping[str, Any]) -> Any:
     """The answer to an operation of a batch."""
     if isinstance(op, Submit):
-        return hear_submit(op, fields)
+        return messages.decode_submit_answer(op, fields)
     if isinstance(op, Finish):
-        return not fields.get("repeat")
+        return messages.decode_finish_answer(op, fields)
     if isinstance(op, Append):
-        return say.hear_appended(fields)
-    return say.hear_requeued(fields) if isinstance(op, Requeue) else say.hear_cancelled(fields)
+        return messages.decode_append_answer(op, fields)
+    if isinstance(op, Requeue):
+        return messages.decode_requeue_answer(op, fields)
+    return messages.decode_cancel_answer(op, fields)
 
 
 class HttpDispatch(HeldPlane):

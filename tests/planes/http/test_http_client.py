@@ -42,7 +42,7 @@ from dreamlake.lakeshore.planes.contract.operations import Claim, Fence, Finish,
 from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.planes.http import long_polls as watch
 from dreamlake.lakeshore.planes.http.store import HttpStore
-from dreamlake.lakeshore.planes.protocol.routes import TooLarge
+from dreamlake.lakeshore.planes.protocol.errors import TooLarge
 from dreamlake.lakeshore.server.limits import Limits
 from dreamlake.lakeshore.server.tokens import create_token
 
@@ -300,7 +300,7 @@ async def test_an_answer_is_waited_for_as_long_as_the_patience_lets_it(patience:
 
 
 async def test_a_mute_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dreamlake.lakeshore.planes.http.client.LEAST_ANSWER_S", 0.3)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.http.attempt.LEAST_ANSWER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         async with dls.HttpDispatch(url) as plane:

@@ -21,7 +21,7 @@ from proxy import proxy_before
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract.operations import Fence
 from dreamlake.lakeshore.planes.contract.records import RowFilter
-from dreamlake.lakeshore.planes.http import client
+from dreamlake.lakeshore.planes.http import attempt as client
 from dreamlake.lakeshore.testing import running_worker
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from dreamlake.lakeshore.planes.contract.operations import (
     Appended,
     Beat,
     Beaten,
+    Cancel,
     Cancelled,
     Claim,
     Claimed,
@@ -36,8 +37,8 @@ from dreamlake.lakeshore.planes.contract.operations import (
     Submit,
 )
 from dreamlake.lakeshore.planes.contract.records import TERMINAL, Failure, Outcome, Page, Row
-from dreamlake.lakeshore.planes.protocol import messages, views
-from dreamlake.lakeshore.planes.protocol import routes as protocol
+from dreamlake.lakeshore.planes.protocol import errors, messages, routes
+from dreamlake.lakeshore.planes.protocol import fields as bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,7 @@ WIDE = settings(deadline=None, max_examples=100, derandomize=True)
 
 def sent(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields after their journey as bytes."""
-    return protocol.decode(protocol.encode(fields), "a test")
+    return bodies.decode(bodies.encode(fields), "a test")
 
 
 # --- what the strategies draw ----------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ SUBMITS = st.builds(
     st.booleans(), st.none() | SOME_BYTES,
 )  # fmt: skip
 CLAIMS = st.builds(
-    Claim, st.lists(NAMES, min_size=1, max_size=3).map(tuple), NAMES, st.integers(1, messages.MOST_CLAIMED),
+    Claim, st.lists(NAMES, min_size=1, max_size=3).map(tuple), NAMES, st.integers(1, messages.MAX_CLAIMED),
     st.none() | st.floats(0.001, 1e9), st.integers(1, 2**31), st.none() | IDS,
 )  # fmt: skip
 CLAIMED = st.builds(
@@ -101,7 +102,7 @@ ROWS = st.builds(
 @QUICK
 @given(SUBMITS)
 def test_a_submit_arrives_as_it_was_meant_but_untrusted(op: Submit) -> None:
-    heard = messages.read_submit(sent(messages.ask_submit(op)))
+    heard = messages.decode_submit(sent(messages.encode_submit(op)))
     assert heard[:6] == op[:6]
     assert heard.trusted is False
     if op.config is not None:
@@ -111,58 +112,58 @@ def test_a_submit_arrives_as_it_was_meant_but_untrusted(op: Submit) -> None:
 @QUICK
 @given(CLAIMS, SECONDS)
 def test_a_claim_arrives_as_it_was_meant_but_never_as_a_local_one(op: Claim, wait: float) -> None:
-    fields = sent(messages.ask_claim(op, wait))
-    heard = messages.read_claim(fields)
+    fields = sent(messages.encode_claim(op._replace(wait=wait)))
+    heard = messages.decode_claim(fields)
     assert heard[:6] == op[:6]
     assert heard.local is False
-    assert protocol.number(fields, "timeout_s", 1.0) == wait
+    assert bodies.seconds(fields, "timeout_s", 1.0) == wait
 
 
 @QUICK
 @given(BEATS, SECONDS, PAIRS)
 def test_a_heartbeat_arrives_with_what_is_known_already(op: Beat, wait: float, known: list[tuple[str, int]]) -> None:
-    fields = sent(messages.ask_beat(op, wait, known))
-    assert messages.read_beat(fields)[:3] == op[:3]
-    assert protocol.number(fields, "wait_s", 0.0) == wait
-    assert protocol.read_pairs(fields, "known") == (tuple(known) if wait else ())
+    fields = sent(messages.encode_beat(op._replace(wait=wait, known=tuple(known))))
+    assert messages.decode_beat(fields)[:3] == op[:3]
+    assert bodies.seconds(fields, "wait_s", 0.0) == wait
+    assert bodies.read_pairs(fields, "known") == (tuple(known) if wait else ())
 
 
 @QUICK
 @given(FINISHES)
 def test_an_ack_arrives_with_fence_result_error_and_final_frame(op: Finish) -> None:
-    assert messages.read_finish(sent(messages.ask_finish(op))) == op
+    assert messages.decode_finish(sent(messages.encode_finish(op))) == op
 
 
 @QUICK
 @given(RETRIES)
 def test_a_retry_arrives_with_its_delay_and_error(op: Requeue) -> None:
-    assert messages.read_requeue(sent(messages.ask_requeue(op)), "retry") == op
+    assert messages.decode_retry(sent(messages.encode_requeue(op))) == op
 
 
 @QUICK
 @given(RELEASES)
 def test_a_release_arrives_with_its_fence(op: Requeue) -> None:
-    assert messages.read_requeue(sent(messages.ask_requeue(op)), "release") == op
+    assert messages.decode_release(sent(messages.encode_requeue(op))) == op
 
 
 @QUICK
 @given(APPENDS)
 def test_frames_arrive_with_their_numbers_and_bytes(op: Append) -> None:
-    assert messages.read_append(sent(messages.ask_append(op))) == op
+    assert messages.decode_append(sent(messages.encode_append(op))) == op
 
 
 @QUICK
 @given(FENCES, SEQS, BYTES, st.booleans())
 def test_one_frame_under_bytes_is_a_batch_of_one(fence: Fence, seq: int, frame: bytes, final: bool) -> None:
-    fields = messages.ask_append(Append(fence, seq, (), final))
+    fields = messages.encode_append(Append(fence, seq, (), final))
     del fields["frames"]
-    assert messages.read_append(sent({**fields, "bytes": frame})) == Append(fence, seq, (frame,), final)
+    assert messages.decode_append(sent({**fields, "bytes": frame})) == Append(fence, seq, (frame,), final)
 
 
 @QUICK
 @given(REAPS)
 def test_a_reap_arrives_with_the_dead_and_the_living(op: Reap) -> None:
-    assert messages.read_reap(sent(messages.ask_reap(op)))[:3] == op[:3]
+    assert messages.decode_reap(sent(messages.encode_reap(op)))[:3] == op[:3]
 
 
 LATER: dict[str, Any] = {"later": {"than": [1, 2, 3]}, "host_key": "h", "accept_result_ref": True, "": None}
@@ -171,8 +172,8 @@ LATER: dict[str, Any] = {"later": {"than": [1, 2, 3]}, "host_key": "h", "accept_
 @QUICK
 @given(SUBMITS, CLAIMS)
 def test_a_reader_of_submits_and_polls_ignores_fields_that_it_does_not_know(submit: Submit, claim: Claim) -> None:
-    assert messages.read_submit(sent(messages.ask_submit(submit) | LATER))[:6] == submit[:6]
-    assert messages.read_claim(sent(messages.ask_claim(claim, 1.0) | LATER))[:6] == claim[:6]
+    assert messages.decode_submit(sent(messages.encode_submit(submit) | LATER))[:6] == submit[:6]
+    assert messages.decode_claim(sent(messages.encode_claim(claim._replace(wait=1.0)) | LATER))[:6] == claim[:6]
 
 
 @QUICK
@@ -180,10 +181,10 @@ def test_a_reader_of_submits_and_polls_ignores_fields_that_it_does_not_know(subm
 def test_a_reader_of_what_workers_say_ignores_fields_that_it_does_not_know(
     beat: Beat, finish: Finish, retry: Requeue, append: Append
 ) -> None:
-    assert messages.read_beat(sent(messages.ask_beat(beat) | LATER))[:3] == beat[:3]
-    assert messages.read_finish(sent(messages.ask_finish(finish) | LATER)) == finish
-    assert messages.read_requeue(sent(messages.ask_requeue(retry) | LATER), "retry") == retry
-    assert messages.read_append(sent(messages.ask_append(append) | LATER)) == append
+    assert messages.decode_beat(sent(messages.encode_beat(beat) | LATER))[:3] == beat[:3]
+    assert messages.decode_finish(sent(messages.encode_finish(finish) | LATER)) == finish
+    assert messages.decode_retry(sent(messages.encode_requeue(retry) | LATER)) == retry
+    assert messages.decode_append(sent(messages.encode_append(append) | LATER)) == append
 
 
 # --- answers: from the server's mouth to the client's ear ------------------------------------------------------------
@@ -192,18 +193,18 @@ def test_a_reader_of_what_workers_say_ignores_fields_that_it_does_not_know(
 @QUICK
 @given(SUBMITS, IDS)
 def test_the_answer_to_a_submit_is_the_id_that_holds(op: Submit, id: str) -> None:
-    fields = sent(messages.say_submit(op, id))
+    fields = sent(messages.encode_submit_answer(op, id))
     assert fields == {"invocation_id": id, "queue": op.queue}
-    assert messages.hear_submit(op, fields) == id
+    assert messages.decode_submit_answer(op._replace(key=op.key or "a key"), fields) == id
 
 
 @QUICK
 @given(CLAIMS, st.lists(CLAIMED, max_size=3))
 def test_claims_are_handed_out_as_they_are_and_never_as_trusted_ones(op: Claim, claims: list[Claimed]) -> None:
-    fields = sent(messages.say_claims(claims))
+    fields = sent(messages.encode_claim_answer(claims))
     ids = {command["id"] for command in fields["commands"]}
     assert len(ids) == len(claims)
-    assert messages.hear_claims(op, fields) == [claimed._replace(trusted=False) for claimed in claims]
+    assert messages.decode_claim_answer(op, fields) == [claimed._replace(trusted=False) for claimed in claims]
 
 
 def test_a_command_that_cannot_be_run_is_passed_over_and_one_without_our_fields_is_not() -> None:
@@ -218,11 +219,11 @@ def test_a_command_that_cannot_be_run_is_passed_over_and_one_without_our_fields_
         {"id": "5", "kind": "run", "body": body},
         {"id": "6", "kind": "run", "body": {"invocation_id": "c", "args_blob": b""}},
     ]
-    assert messages.hear_claims(op, sent({"commands": commands})) == [
+    assert messages.decode_claim_answer(op, sent({"commands": commands})) == [
         Claimed("a", "cpu", b"x", 1, 0, 0, 0, False, None, None, None),
         Claimed("c", "gpu", b"", 1, 0, 0, 0, False, None, None, None),
     ]
-    assert messages.hear_claims(op, {"commands": None}) == messages.hear_claims(op, {}) == []
+    assert messages.decode_claim_answer(op, {"commands": None}) == messages.decode_claim_answer(op, {}) == []
 
 
 @QUICK
@@ -230,19 +231,22 @@ def test_a_command_that_cannot_be_run_is_passed_over_and_one_without_our_fields_
 def test_a_heartbeat_is_told_what_is_lost_and_what_is_to_be_cancelled(
     lost: list[tuple[str, int]], cancel: list[tuple[str, int]]
 ) -> None:
-    assert messages.hear_beaten(sent(messages.say_beaten(Beaten(lost, cancel)))) == Beaten(lost, cancel)
-    assert messages.hear_beaten({}) == Beaten([], [])
+    assert messages.decode_beat_answer(sent(messages.encode_beat_answer(Beaten(lost, cancel)))) == Beaten(lost, cancel)
+    assert messages.decode_beat_answer({}) == Beaten([], [])
 
 
 def test_an_ack_is_told_whether_it_is_a_repeat() -> None:
-    assert sent(messages.say_finished(True)) == {"ok": True, "repeat": False}
-    assert sent(messages.say_finished(False)) == {"ok": True, "repeat": True}
+    op = Finish(Fence("a"), "succeeded")
+    for accepted in (True, False):
+        fields = sent(messages.encode_finish_answer(op, accepted))
+        assert fields == {"ok": True, "repeat": not accepted}
+        assert messages.decode_finish_answer(op, fields) is accepted
 
 
 @QUICK
-@given(st.builds(Requeued, st.sampled_from(["queued", "killed"]), NAMES, st.booleans()))
-def test_a_claim_given_back_is_told_what_became_of_its_row(answer: Requeued) -> None:
-    assert messages.hear_requeued(sent(messages.say_requeued(answer))) == answer
+@given(RELEASES, st.builds(Requeued, st.sampled_from(["queued", "killed"]), NAMES, st.booleans()))
+def test_the_answer_to_a_requeue_holds_the_row_s_state_and_queue(op: Requeue, answer: Requeued) -> None:
+    assert messages.decode_requeue_answer(op, sent(messages.encode_requeue_answer(op, answer))) == answer
 
 
 @QUICK
@@ -250,8 +254,8 @@ def test_a_claim_given_back_is_told_what_became_of_its_row(answer: Requeued) -> 
 def test_an_append_is_told_what_was_new_and_only_a_whole_repeat_is_a_duplicate(
     op: Append, written: int, duplicates: int
 ) -> None:
-    fields = sent(messages.say_appended(op, Appended(written, duplicates)))
-    assert messages.hear_appended(fields) == Appended(written, duplicates)
+    fields = sent(messages.encode_append_answer(op, Appended(written, duplicates)))
+    assert messages.decode_append_answer(op, fields) == Appended(written, duplicates)
     assert (fields["ok"], fields["seq"]) == (True, op.first_seq)
     assert fields.get("duplicate", False) is (duplicates > 0 and written == 0)
 
@@ -259,33 +263,35 @@ def test_an_append_is_told_what_was_new_and_only_a_whole_repeat_is_a_duplicate(
 @QUICK
 @given(st.builds(Cancelled, st.sampled_from(["killed", "asked", "terminal"]), st.none() | NAMES))
 def test_a_cancel_is_told_what_it_did(answer: Cancelled) -> None:
-    assert messages.hear_cancelled(sent(messages.say_cancelled(answer))) == answer
+    op = Cancel("a")
+    assert messages.decode_cancel(sent(messages.encode_cancel(op))) == op
+    assert messages.decode_cancel_answer(op, sent(messages.encode_cancel_answer(op, answer))) == answer
 
 
 def test_an_answer_to_a_cancel_that_is_not_known_counts_as_nothing_done() -> None:
-    assert messages.hear_cancelled({"what": "postponed"}) == Cancelled("terminal")
+    assert messages.decode_cancel_answer(Cancel("a"), {"what": "postponed"}) == Cancelled("terminal")
 
 
 @QUICK
 @given(st.builds(Reaped, st.lists(st.tuples(IDS, NAMES, STATES), max_size=3), st.lists(NAMES, max_size=3)))
 def test_a_reap_is_told_which_rows_and_queues_it_touched(answer: Reaped) -> None:
-    assert messages.hear_reaped(sent(messages.say_reaped(answer))) == answer
+    assert messages.decode_reap_answer(sent(messages.encode_reap_answer(answer))) == answer
 
 
 @QUICK
 @given(IDS, STATES, st.none() | SOME_BYTES, FAILURES)
 def test_an_outcome_is_heard_with_result_and_error(id: str, state: str, result: bytes | None, error: Failure) -> None:
     outcome = Outcome(id, state, result, None if state == "succeeded" else error)
-    fields = sent(views.say_outcome(outcome))
+    fields = sent(messages.encode_outcome(outcome))
     assert set(fields) == {"state", "result_blob", "error"}
-    assert views.hear_outcome(id, fields) == outcome
+    assert messages.decode_outcome(id, fields) == outcome
 
 
 def test_what_is_pending_says_nothing_else_and_what_is_unknown_is_an_error() -> None:
-    assert views.say_outcome(Outcome("a", "pending")) == {"state": "pending"}
-    assert views.hear_outcome("a", {"state": "pending"}) == Outcome("a", "pending")
+    assert messages.encode_outcome(Outcome("a", "pending")) == {"state": "pending"}
+    assert messages.decode_outcome("a", {"state": "pending"}) == Outcome("a", "pending")
     with pytest.raises(InvocationNotFound, match="no invocation 'a' on this plane"):
-        views.say_outcome(Outcome("a", "unknown"))
+        messages.encode_outcome(Outcome("a", "unknown"))
 
 
 @pytest.mark.parametrize("state", sorted(TERMINAL - {"succeeded"}))
@@ -293,10 +299,10 @@ def test_an_error_is_heard_in_whatever_form_a_peer_says_it(state: str) -> None:
     """Peers leave the error out, say it as bare text, or put the type into the message."""
     nothings: list[dict[str, Any]] = [{}, {"error": None}, {"error": ""}, {"error": {}}]
     for nothing in nothings:
-        assert views.hear_outcome("a", {"state": state, **nothing}) == Outcome("a", state)
-    assert views.hear_outcome("a", {"state": state, "error": "oom"}).error == Failure("DaemonError", "oom")
+        assert messages.decode_outcome("a", {"state": state, **nothing}) == Outcome("a", state)
+    assert messages.decode_outcome("a", {"state": state, "error": "oom"}).error == Failure("DaemonError", "oom")
     error = {"type": "WorkerError", "message": "ValueError: boom", "retry": True}
-    assert views.hear_outcome("a", {"state": state, "error": error}).error == Failure(
+    assert messages.decode_outcome("a", {"state": state, "error": error}).error == Failure(
         "WorkerError", "ValueError: boom", None, True
     )
 
@@ -310,15 +316,15 @@ def test_a_page_is_heard_with_its_frames(
     frames: list[tuple[int, bytes]], closed: bool, state: str, error: Failure | None
 ) -> None:
     page = Page(frames, closed, state, error)
-    assert views.hear_page(sent(views.say_page(page))) == page
+    assert messages.decode_page(sent(messages.encode_page(page))) == page
 
 
 @QUICK
 @given(ROWS)
 def test_a_row_is_heard_with_all_its_columns(row: Row) -> None:
-    fields = sent(views.say_row(row))
+    fields = sent(messages.encode_row(row))
     assert set(fields) == set(Row._fields)
-    assert views.hear_row({**fields, "later": 1}) == row
+    assert messages.decode_row({**fields, "later": 1}) == row
 
 
 # --- what the server is sent by others -------------------------------------------------------------------------------
@@ -326,9 +332,9 @@ def test_a_row_is_heard_with_all_its_columns(row: Row) -> None:
 
 def test_what_a_submit_leaves_out_has_the_protocols_defaults() -> None:
     plain = Submit("a", "default", b"x", None, 0, None, False)
-    assert messages.read_submit({"invocation_id": "a", "args_blob": b"x"})[:7] == plain[:7]
+    assert messages.decode_submit({"invocation_id": "a", "args_blob": b"x"})[:7] == plain[:7]
     empty = {"queue": "", "run_config": None, "parent_invocation_id": "", "config": b"", "function": None}
-    assert messages.read_submit({"invocation_id": "a", "args_blob": b"x", **empty})[:7] == plain[:7]
+    assert messages.decode_submit({"invocation_id": "a", "args_blob": b"x", **empty})[:7] == plain[:7]
 
 
 @pytest.mark.parametrize(
@@ -340,14 +346,14 @@ def test_what_a_submit_leaves_out_has_the_protocols_defaults() -> None:
 )  # fmt: skip
 def test_a_priority_is_a_whole_number_of_64_bits_or_none(said: Any, stored: int) -> None:
     fields = {"invocation_id": "a", "args_blob": b"", "run_config": {"priority": said}}
-    assert messages.read_submit(sent(fields)).priority == stored
+    assert messages.decode_submit(sent(fields)).priority == stored
 
 
 def handed_out(fields: dict[str, Any]) -> dict[str, Any]:
     """The body of the run command that comes of a submit."""
-    op = messages.read_submit(sent({"invocation_id": "a", "args_blob": b"x", **fields}))
+    op = messages.decode_submit(sent({"invocation_id": "a", "args_blob": b"x", **fields}))
     claimed = Claimed(op.id, op.queue, op.body, 1, 0, 0, 0, False, op.parent, op.parent, op.config)
-    body = sent(messages.say_claims([claimed]))["commands"][0]["body"]
+    body = sent(messages.encode_claim_answer([claimed]))["commands"][0]["body"]
     assert isinstance(body, dict)
     return body
 
@@ -371,7 +377,7 @@ def test_a_run_config_without_a_prefix_gives_a_command_without_one(run_config: d
 
 
 def test_the_plain_native_submit_needs_nothing_stored_beside_its_envelope() -> None:
-    op = messages.read_submit(sent(messages.ask_submit(Submit("a", "gpu", b"x"))))
+    op = messages.decode_submit(sent(messages.encode_submit(Submit("a", "gpu", b"x"))))
     assert op.config is None
     body = handed_out({"queue": "gpu"})
     assert body["function"] == {"module": "_native_wire", "qualname": "_native_wire.envelope", "version": "v1"}
@@ -382,7 +388,7 @@ def test_the_plain_native_submit_needs_nothing_stored_beside_its_envelope() -> N
 def test_routing_fields_of_another_kind_go_out_as_they_came(config: bytes) -> None:
     body = handed_out({"queue": "gpu", "config": config})
     assert body["config"] == config
-    assert (body["function"], body["run_config"]["queue"]) == (protocol.STUB, "gpu")
+    assert (body["function"], body["run_config"]["queue"]) == (messages.STUB, "gpu")
 
 
 @pytest.mark.parametrize(
@@ -395,18 +401,18 @@ def test_routing_fields_of_another_kind_go_out_as_they_came(config: bytes) -> No
 def test_a_poll_names_queues_or_a_queue_or_means_the_default_one(
     fields: dict[str, Any], queues: tuple[str, ...]
 ) -> None:
-    assert messages.read_claim({"worker_id": "w", **fields}) == Claim(queues, "w", 1, None, 5, None, False)
+    assert messages.decode_claim({"worker_id": "w", **fields}) == Claim(queues, "w", 1, None, 5, None, False)
 
 
 def test_a_poll_claims_no_more_than_there_is_room_for() -> None:
-    assert messages.read_claim({"worker_id": "w", "max_commands": 2**63}).limit == messages.MOST_CLAIMED
-    assert messages.read_claim({"worker_id": "w", "max_lost": 2**64 - 1}).max_lost == 2**31
+    assert messages.decode_claim({"worker_id": "w", "max_commands": 2**63}).limit == messages.MAX_CLAIMED
+    assert messages.decode_claim({"worker_id": "w", "max_lost": 2**64 - 1}).max_lost == 2**31
 
 
 @pytest.mark.parametrize("blob", [None, b"", "absent"])
 def test_an_empty_result_is_none(blob: Any) -> None:
     fields = {"invocation_id": "a", "state": "succeeded"} | ({} if blob == "absent" else {"result_blob": blob})
-    assert messages.read_finish(sent(fields)) == Finish(Fence("a"), "succeeded")
+    assert messages.decode_finish(sent(fields)) == Finish(Fence("a"), "succeeded")
 
 
 @pytest.mark.parametrize(
@@ -428,41 +434,41 @@ def test_an_empty_result_is_none(blob: Any) -> None:
 )
 def test_an_acks_error_is_a_map_or_bare_text_and_nothing_odd_is_refused(error: Any, failure: Failure | None) -> None:
     fields = {"invocation_id": "a", "state": "failed", "error": error}
-    assert messages.read_finish(sent(fields)).error == failure
+    assert messages.decode_finish(sent(fields)).error == failure
 
 
 # --- what nobody could mean ------------------------------------------------------------------------------------------
 
 READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "submit": messages.read_submit,
-    "native submit": messages.read_submit,
-    "claim": messages.read_claim,
-    "fence": messages.read_fence,
-    "beat": messages.read_beat,
-    "finish": messages.read_finish,
-    "release": lambda fields: messages.read_requeue(fields, "release"),
-    "retry": lambda fields: messages.read_requeue(fields, "retry"),
-    "append": messages.read_append,
-    "reap": messages.read_reap,
-    "items": protocol.read_items,
-    "known": lambda fields: protocol.read_pairs(fields, "known"),
-    "seconds": lambda fields: protocol.number(fields, "timeout_s", 60.0, 300.0),
+    "submit": messages.decode_submit,
+    "native submit": messages.decode_submit,
+    "claim": messages.decode_claim,
+    "fence": messages.decode_fence,
+    "beat": messages.decode_beat,
+    "finish": messages.decode_finish,
+    "release": messages.decode_release,
+    "retry": messages.decode_retry,
+    "append": messages.decode_append,
+    "reap": messages.decode_reap,
+    "items": bodies.read_items,
+    "known": lambda fields: bodies.read_pairs(fields, "known"),
+    "seconds": lambda fields: bodies.seconds(fields, "timeout_s", 60.0, 300.0),
 }
 GOOD: dict[str, dict[str, Any]] = {
     "submit": {
-        **messages.ask_submit(Submit("a", "q", b"x", "k", 1, "p")), "function": {}, "code_context": {},
+        **messages.encode_submit(Submit("a", "q", b"x", "k", 1, "p")), "function": {}, "code_context": {},
     },
-    "native submit": messages.ask_submit(Submit("a", "q", b"x", "k", 1, "p", True, b"c")),
-    "claim": messages.ask_claim(Claim(("q",), "w", 1, 30.0, 5, "p"), 1.0),
+    "native submit": messages.encode_submit(Submit("a", "q", b"x", "k", 1, "p", True, b"c")),
+    "claim": messages.encode_claim(Claim(("q",), "w", 1, 30.0, 5, "p", wait=1.0)),
     "fence": {"invocation_id": "a", "worker_id": "w", "attempt": 1},
-    "beat": messages.ask_beat(Beat("w", (("a", 1),), 30.0), 1.0, [("a", 1)]),
-    "finish": messages.ask_finish(
+    "beat": messages.encode_beat(Beat("w", (("a", 1),), 30.0, 1.0, (("a", 1),))),
+    "finish": messages.encode_finish(
         Finish(Fence("a", "w", 1), "failed", b"r", Failure("T", "m", "t"), FinalFrame(0, b"f"))
     ),
-    "release": messages.ask_requeue(Requeue(Fence("a", "w", 1))),
-    "retry": messages.ask_requeue(Requeue(Fence("a", "w", 1), "retry", 1.0, Failure("T", "m"))),
-    "append": messages.ask_append(Append(Fence("a", "w", 1), 0, (b"f",), True)),
-    "reap": messages.ask_reap(Reap(("d",), ("a",))),
+    "release": messages.encode_requeue(Requeue(Fence("a", "w", 1))),
+    "retry": messages.encode_requeue(Requeue(Fence("a", "w", 1), "retry", 1.0, Failure("T", "m"))),
+    "append": messages.encode_append(Append(Fence("a", "w", 1), 0, (b"f",), True)),
+    "reap": messages.encode_reap(Reap(("d",), ("a",))),
     "items": {"items": [{"invocation_id": "a"}]},
     "known": {"known": [["a", 1]]},
     "seconds": {"timeout_s": 1.0},
@@ -564,7 +570,7 @@ def test_a_field_nested_as_deep_as_a_body_may_be_gives_an_operation_or_a_refusal
             end = b"\xc0" if wrap == b"\x91\x92" else b""
             body = head + pairs + msgpack.packb(name) + wrap + opener * depth + b"\x90" + end
             try:
-                fields = protocol.decode(body, "a test")
+                fields = bodies.decode(body, "a test")
             except WireError:
                 continue
             operation_or_refusal(READERS[reader], fields)
@@ -627,7 +633,7 @@ def test_a_refusal_says_what_was_expected_and_what_came(reader: str, change: dic
 def test_R50_any_body_is_a_map_or_a_refusal(body: bytes) -> None:
     refusal = ""
     try:
-        assert isinstance(protocol.decode(body, "POST /v1/x"), dict)
+        assert isinstance(bodies.decode(body, "POST /v1/x"), dict)
     except WireError as exc:
         refusal = str(exc)
     assert not refusal or refusal.startswith("expected a msgpack map as the body of POST /v1/x, got")
@@ -635,7 +641,7 @@ def test_R50_any_body_is_a_map_or_a_refusal(body: bytes) -> None:
 
 
 def test_no_body_is_a_map_without_fields() -> None:
-    assert protocol.decode(b"", "GET /v1/x") == {}
+    assert bodies.decode(b"", "GET /v1/x") == {}
 
 
 @pytest.mark.parametrize(
@@ -650,7 +656,7 @@ def test_no_body_is_a_map_without_fields() -> None:
 )
 def test_a_body_that_is_none_is_refused_with_the_place_it_came_to(body: bytes, sentence: str) -> None:
     with pytest.raises(WireError, match=re.escape(sentence)):
-        protocol.decode(body, "POST /v1/x")
+        bodies.decode(body, "POST /v1/x")
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -658,9 +664,9 @@ def test_a_body_that_is_none_is_refused_with_the_place_it_came_to(body: bytes, s
 ERRORS: list[tuple[Exception, int, type[Exception]]] = [
     (InvocationNotFound("a"), 404, InvocationNotFound),
     (ClaimLost("a", "it ended killed"), 409, ClaimLost),
-    (protocol.TooLarge("too large"), 413, protocol.TooLarge),
+    (errors.TooLarge("too large"), 413, errors.TooLarge),
     (NotAuthorized("no"), 403, NotAuthorized),
-    (protocol.Refused("another origin"), 403, NotAuthorized),
+    (errors.ForbiddenRequest("another origin"), 403, NotAuthorized),
     (PlaneUnavailable("down"), 503, PlaneUnavailable),
     (WireError("odd bytes"), 400, WireError),
     (ValueError("odd value"), 400, ValueError),
@@ -673,10 +679,10 @@ ERRORS: list[tuple[Exception, int, type[Exception]]] = [
 def test_an_error_crosses_with_its_status_class_and_sentence(
     exc: Exception, status: int, kind: type[Exception]
 ) -> None:
-    assert protocol.status_of(exc) == status
-    fields = sent(protocol.error_fields(exc))
+    assert errors.status_of(exc) == status
+    fields = sent(errors.encode_error(exc))
     assert set(fields) == {"error"}
-    heard = protocol.raised(fields["error"], status, "POST /v1/x, request r", "a")
+    heard = errors.decode_error(fields["error"], status, "POST /v1/x, request r", "a")
     assert type(heard) is kind
     if isinstance(exc, (InvocationNotFound, ClaimLost)):
         assert (str(heard), heard.id) == (str(exc), "a")  # type: ignore[attr-defined]
@@ -686,14 +692,14 @@ def test_an_error_crosses_with_its_status_class_and_sentence(
 
 
 def test_of_an_exception_that_is_not_ours_only_its_class_is_told() -> None:
-    fields = protocol.error_fields(KeyError("secret"))
+    fields = errors.encode_error(KeyError("secret"))
     assert fields == {"error": {"type": "ServerError", "message": "the server failed with KeyError; see its log"}}
 
 
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
-        (None, 401, NotAuthorized), (None, 403, NotAuthorized), (None, 409, ClaimLost), (None, 413, protocol.TooLarge),
+        (None, 401, NotAuthorized), (None, 403, NotAuthorized), (None, 409, ClaimLost), (None, 413, errors.TooLarge),
         (None, 429, PlaneUnavailable), (None, 502, PlaneUnavailable), (None, 503, PlaneUnavailable),
         (None, 504, PlaneUnavailable), (None, 500, DispatchError), (None, 404, DispatchError), ("text", 400, DispatchError),
         ({"type": "NoSuchRoute", "message": "no"}, 404, DispatchError), ([1], 418, DispatchError),
@@ -701,7 +707,7 @@ def test_of_an_exception_that_is_not_ours_only_its_class_is_told() -> None:
     ],
 )  # fmt: skip
 def test_an_error_without_a_known_type_is_judged_by_its_status(error: Any, status: int, kind: type[Exception]) -> None:
-    heard = protocol.raised(error, status, "GET /v1/x", "a")
+    heard = errors.decode_error(error, status, "GET /v1/x", "a")
     assert type(heard) is kind
     assert str(heard)
 
@@ -709,16 +715,16 @@ def test_an_error_without_a_known_type_is_judged_by_its_status(error: Any, statu
 @WIDE
 @given(VALUES, st.integers(400, 599))
 def test_any_error_of_any_peer_becomes_one_of_ours(error: Any, status: int) -> None:
-    heard = protocol.raised(error, status, "GET /v1/x")
+    heard = errors.decode_error(error, status, "GET /v1/x")
     assert isinstance(heard, (DispatchError, ValueError))
 
 
 def test_each_route_has_a_method_a_place_and_the_least_role_it_asks_for() -> None:
-    assert {route.role for route in protocol.ROUTES.values()} == {"producer", "worker", "admin"}
-    places = [(route.method, route.path) for route in protocol.ROUTES.values()]
+    assert {route.role for route in routes.ROUTES.values()} == {"producer", "worker", "admin"}
+    places = [(route.method, route.path) for route in routes.ROUTES.values()]
     assert len(set(places)) == len(places)
-    for name, route in protocol.ROUTES.items():
+    for name, route in routes.ROUTES.items():
         assert route.path.startswith(("/producer/", "/daemon/", "/admin/")), name
         assert route.method in ("GET", "POST"), name
-    known = {name for name, route in protocol.ROUTES.items() if not route.added}
+    known = {name for name, route in routes.ROUTES.items() if not route.added}
     assert known == {"submit", "await", "stream", "poll", "ack", "chunk"}

@@ -18,7 +18,9 @@ import httpx
 
 from ...errors import DispatchError, LakeshoreError, PlaneUnavailable, WireError
 from ...ids import new_id
-from ..protocol.routes import CONTENT_TYPE, REQUEST_ID, ROUTES, TooLarge, decode, encode, raised
+from ..protocol.errors import TooLarge, decode_error
+from ..protocol.fields import decode, encode
+from ..protocol.routes import CONTENT_TYPE, REQUEST_ID, ROUTES
 from .pool import CONNECT_S, Answer, Broken, Connections, HttpxPool, Pool, proxied
 
 if TYPE_CHECKING:
@@ -225,7 +227,7 @@ class Client:
         if status in _LATER or (status >= 500 and kind not in _OURS):
             said = _field(error, "message") or f"status {status}"
             raise PlaneUnavailable(f"{said} ({where})")
-        raise raised(error, status, where, id)
+        raise decode_error(error, status, where, id)
 
     def _stranger(self, response: Answer, where: str) -> str:
         """What to say of an answer that no control plane gives."""
