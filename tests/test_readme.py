@@ -254,7 +254,7 @@ def test_the_proxy_waits_and_takes_as_long_and_much_as_the_server() -> None:
 
 
 def test_the_figures_in_it_are_those_of_the_code() -> None:
-    from dreamlake.lakeshore.cli.shared import PATIENCE as COMMANDS
+    from dreamlake.lakeshore.cli.options import PATIENCE as COMMANDS
     from dreamlake.lakeshore.planes.http.store import PATIENCE as ANSWERED
 
     (said,) = re.findall(

@@ -1,4 +1,4 @@
-"""What an invocation calls, read out of its envelope for people. Nothing is imported for it, nothing unpickled."""
+"""Describe the call in an envelope for people. Nothing is imported or unpickled."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Called", "describe_body", "function_name"]
 
-READABLE = 1 << 20
-"""Bytes of arguments up to which they are read."""
+MAX_SHOWN_BYTES = 1 << 20
+"""Bytes of arguments that are decoded for display; more are only counted."""
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
@@ -24,7 +24,7 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 
 @dataclass(frozen=True)
 class Called:
-    """A function and its arguments, as far as they can be read; else `unreadable` says why not."""
+    """A function and its arguments as far as they can be decoded; `unreadable` is the reason otherwise."""
 
     fn: dict[str, Any] | None = None
     args: list[Any] | None = None
@@ -34,21 +34,21 @@ class Called:
 
     @property
     def name(self) -> str:
-        """The qualified name, with its module where the envelope says it."""
+        """The qualified name, with its module if the envelope has it."""
         return ".".join(filter(None, (self._text("module"), self._text("qualname")))) or "?"
 
     @property
     def pickled(self) -> str | None:
-        """Where the function was pickled; None for one that goes by its name."""
+        """The place where the function was pickled; None for a function that travels by name."""
         return (self._text("where") or "?") if self._text("kind") == "pickle" else None
 
     def _text(self, field: str) -> str | None:
-        """A field of the function; whoever submitted it may have put anything there."""
+        """A field of the function if it is text: the submitter may have put anything there."""
         value = (self.fn or {}).get(field)
         return value if isinstance(value, str) else None
 
     def as_document(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The same for JSON."""
         fields = {"function": self.fn, "args": self.args, "kwargs": self.kwargs, "prefix": self.prefix}
         try:
             return {name: jsonable(value) for name, value in fields.items()} | {"unreadable": self.unreadable}
@@ -63,7 +63,7 @@ class Called:
 
 
 def function_name(body: bytes) -> str | None:
-    """The name of what an envelope calls, its arguments left packed; None for bytes that are no envelope."""
+    """The name of the function in an envelope; None for bytes that are not an envelope."""
     from ..wire import Envelope
 
     try:
@@ -73,7 +73,7 @@ def function_name(body: bytes) -> str | None:
 
 
 def describe_body(body: bytes) -> Called:
-    """Read an envelope. Bytes that are none, and arguments that cannot be read here, are described as that."""
+    """Describe the call in an envelope, or why it cannot be decoded here."""
     from ..wire import Envelope
 
     try:
@@ -87,7 +87,7 @@ def describe_body(body: bytes) -> Called:
 
 def _arguments(envelope: Envelope) -> tuple[list[Any] | None, dict[str, Any] | None, str | None]:
     size = len(envelope.args) + len(envelope.kwargs)
-    if size > READABLE:
+    if size > MAX_SHOWN_BYTES:
         return None, None, f"{size} bytes of arguments"
     try:
         args, kwargs = envelope.arguments()

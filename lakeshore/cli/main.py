@@ -1,6 +1,6 @@
-"""`lakeshore`: the groups of commands, and how the process ends.
+"""`lakeshore`: the command groups, the exit codes, and the end of the process.
 
-Exit codes: 0 done, 1 failed, 2 usage, 4 not authorised, 5 the plane is out of reach, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 usage, 4 not authorised, 5 plane unreachable, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from ..errors import InvocationFailed, LakeshoreError, NotAuthorized, PlaneUnavailable
+from .inv import inv
+from .options import INTERRUPTED, Where, age_with_unit, on_plane, plane_options
 from .output import clean, frames_of, say
 from .plane import plane
+from .queue import queue
 from .server import server
-from .shared import INTERRUPTED, Where, age_with_unit, on_plane, plane_options
-from .show import inv, queue
 from .token import token
 from .worker import worker
 
@@ -32,16 +33,18 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "run"]
 
-FAILED, NOT_AUTHORIZED, UNREACHABLE = 1, 4, 5
+FAILED = 1
+NOT_AUTHORIZED = 4
+UNREACHABLE = 5
 
-LINGER = 5.0
-"""Seconds that the interpreter has to end once the command has."""
+EXIT_TIMEOUT = 5.0
+"""Seconds that the interpreter has to end after the command has ended."""
 
 
 @click.group()
 @click.version_option(package_name="dreamlake-lakeshore", prog_name="lakeshore")
 def cli() -> None:
-    """Run Python functions through durable queues: start workers and servers, and look at what they do."""
+    """Run Python functions through durable queues: start workers and servers, inspect queues and invocations."""
 
 
 for group in (worker, server, token, queue, inv, plane):
@@ -50,11 +53,15 @@ for group in (worker, server, token, queue, inv, plane):
 
 @cli.command()
 @click.option(
-    "--older-than", type=age_with_unit, required=True, metavar="AGE", help="A number and one of s, m, h, d, w: 7d."
+    "--older-than",
+    type=age_with_unit,
+    required=True,
+    metavar="AGE",
+    help="A number with a unit, one of s, m, h, d, w: 7d.",
 )
 @plane_options
 def purge(where: Where, older_than: float) -> None:
-    """Delete invocations that ended longer ago than AGE, with their results and streams."""
+    """Delete invocations that ended more than AGE ago, with their results and streams."""
 
     async def act(plane: Plane) -> int:
         return await plane.purge(older_than)
@@ -64,20 +71,22 @@ def purge(where: Where, older_than: float) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run one command line, default `sys.argv`, and end the process."""
+    """Run one command line, by default `sys.argv`, and end the process."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a result may hold what the terminal's encoding does not
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a result may hold characters that the terminal's encoding lacks
     try:
         code = run(args)
-    except Exception:  # a fault of ours: it is shown whole, and the process ends like any other
+    except Exception:  # a bug in this package: show its traceback, and end the process as usual
         traceback.print_exc()
         code = FAILED
     end_process(code)
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run one command line; the exit code. What went wrong is one sentence on stderr."""
+    """Run one command line and return its exit code. An error is one sentence on stderr."""
     try:
         code = cli.main(None if args is None else list(args), prog_name="lakeshore", standalone_mode=False)
     except click.ClickException as exc:
@@ -96,14 +105,16 @@ def run(args: Sequence[str] | None = None) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit, also when a thread that nobody can stop still runs: then soon, and with a code that is not 0."""
+    """Exit. If a thread that cannot be stopped still runs, exit soon and with a code other than 0."""
     until = time.monotonic() + 1.0
     while bodies := [thread for thread in threading.enumerate() if thread.name.startswith("AnyIO worker")]:
         if time.monotonic() > until:
-            _cut(code, f"{len(bodies)} of the bodies run on in threads, which cannot be stopped")
+            _cut(code, f"{len(bodies)} bodies still run in threads, which cannot be stopped")
         time.sleep(0.01)
-    # Threads that bodies left behind are joined by the interpreter, for as long as they take.
-    watchdog = threading.Timer(LINGER, _cut, (code, f"threads that were started here still run after {LINGER:g} s"))
+    # The interpreter joins threads that bodies started, for as long as they take.
+    watchdog = threading.Timer(
+        EXIT_TIMEOUT, _cut, (code, f"threads that were started here still run after {EXIT_TIMEOUT:g} s")
+    )
     watchdog.daemon = True
     watchdog.start()
     sys.exit(code)
@@ -116,5 +127,5 @@ def _cut(code: int, why: str) -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError):
-            pass  # nobody reads it any more
+            pass  # the reader of the pipe is gone
     os._exit(code or FAILED)

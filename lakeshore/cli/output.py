@@ -1,6 +1,6 @@
-"""What the commands print: tables for people, one JSON document for programs, and no control characters from afar.
+"""Output of the commands: tables for people, one JSON document for programs, control characters escaped.
 
-JSON holds less than the wire. A value that it has no form for becomes an object whose key `$type` says what it was:
+The wire carries more types than JSON. A value without a JSON form becomes an object whose key `$type` names its type:
 
     bytes                   {"$type": "bytes", "base64": "..."}
     inf, -inf, nan          {"$type": "float", "repr": "nan"}
@@ -32,11 +32,11 @@ __all__ = ["clean", "document", "frames_of", "jsonable", "moment", "say", "since
 TYPE = "$type"
 
 WRAPPED = ("function", "error")
-"""The columns that a narrow terminal wraps; the others, ids above all, stay whole."""
+"""The columns that a narrow terminal wraps; the others, above all ids, stay on one line."""
 
 
 def clean(text: object) -> str:
-    """Text that came from afar, fit for a terminal: what is not printable is escaped, line ends stay."""
+    """Escape what is not printable in text from another machine; line ends and tabs stay."""
     shown = str(text)
     if shown.isprintable():
         return shown
@@ -46,17 +46,17 @@ def clean(text: object) -> str:
 
 
 def frames_of(traceback: str | None) -> str:
-    """A remote traceback where it says where; one without frames says no more than type and message do."""
+    """A remote traceback if it has frames, else an empty string: type and message say as much."""
     return traceback.rstrip() if traceback and "\n  File " in traceback else ""
 
 
 def say(text: str, *, nl: bool = True) -> None:
-    """Print what was asked for, and flush."""
+    """Print to stdout, and flush."""
     click.echo(text, nl=nl)
 
 
 def since(then: float, now: float) -> str:
-    """How long ago, in one unit."""
+    """The time between two moments in one unit, such as 5m."""
     passed = max(0.0, now - then)
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("m", 60.0)):
         if passed >= size:
@@ -65,7 +65,7 @@ def since(then: float, now: float) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """A time of the plane's clock as local time with its zone, to the second."""
+    """Format a time of the plane's clock as local time with its zone, to the second."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
 
 
@@ -75,12 +75,12 @@ def document(value: Any) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """A value of the wire as what JSON can hold; see this module's text."""
+    """Convert a value of the wire to one that JSON can hold; see the module's docstring."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {TYPE: "float", "repr": repr(float(value))}
-    if type(value) in (list, tuple):  # exactly: the unknown ext value is a named tuple
+    if type(value) in (list, tuple):  # not isinstance: an unknown ext value is a named tuple
         return [jsonable(item) for item in cast("Sequence[Any]", value)]
     if isinstance(value, dict):
         return _dict(value)
@@ -150,13 +150,13 @@ def _rich_table(columns: Sequence[str], cells: Sequence[Sequence[str]], right: S
         wrapped = column in WRAPPED
         shown.add_column(column, justify="right" if right[at] else "left", no_wrap=not wrapped, overflow="fold")
     for row in cells:
-        shown.add_row(*map(Text, row))  # as Text: brackets in a queue's name are no markup
+        shown.add_row(*map(Text, row))  # Text: brackets in the name of a queue are not markup
     Console().print(shown)
 
 
 @contextmanager
 def waiting(what: str) -> Generator[None]:
-    """On a terminal, show that something is being waited for; on stderr, so that the answer stands alone."""
+    """On a terminal, show a status on stderr during the block, so that stdout holds only the answer."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""`lakeshore plane`: moving invocations from one plane to another."""
+"""`lakeshore plane`: copy invocations from one plane to another."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import click
 
 from ..errors import DispatchError, PlaneUnavailable
 from ..settings import read_settings
+from .options import PATIENCE, reading
 from .output import clean, document, say, table
-from .shared import PATIENCE, reading
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator
@@ -29,11 +29,11 @@ __all__ = ["plane"]
 
 @click.group()
 def plane() -> None:
-    """Work on whole planes."""
+    """Copy whole planes."""
 
 
 class Came(NamedTuple):
-    """What a migration came to; the tallies of a real one only."""
+    """The result of a migration; a dry run has no tallies."""
 
     written: int
     there: int
@@ -46,13 +46,15 @@ class Came(NamedTuple):
 @click.option(
     "--from", "source", required=True, metavar="PLANE", help="A plane's file, a mongodb:// address, or env:NAME."
 )
-@click.option("--to", "target", required=True, metavar="PLANE", help="The same, of the plane to write to.")
+@click.option("--to", "target", required=True, metavar="PLANE", help="The plane to write to, in the same forms.")
 @click.option(
-    "--from-namespace", metavar="NAME", help="Whose invocations.  [default: $LAKESHORE_NAMESPACE, else default]"
+    "--from-namespace", metavar="NAME", help="The namespace to read.  [default: $LAKESHORE_NAMESPACE, else default]"
 )
-@click.option("--to-namespace", metavar="NAME", help="Whose they become.  [default: that of the source]")
-@click.option("--queue", "queues", multiple=True, metavar="NAME", help="Only those of this queue. Repeatable.")
-@click.option("--dry-run", is_flag=True, help="Write nothing: say how many would be written, and what is in the way.")
+@click.option("--to-namespace", metavar="NAME", help="The namespace to write.  [default: that of the source]")
+@click.option(
+    "--queue", "queues", multiple=True, metavar="NAME", help="Only invocations of this queue; may be repeated."
+)
+@click.option("--dry-run", is_flag=True, help="Write nothing: report how many would be written, and what prevents it.")
 @reading
 def migrate(
     source: str,
@@ -63,17 +65,16 @@ def migrate(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Copy invocations, queued and ended, with results, streams and keys from one plane to another.
+    """Copy queued and ended invocations, with results, streams and keys, from one plane to another.
 
-    Stop the workers of both planes first, and let producers submit to the new one: an invocation that runs is in the way,
-    and one that is submitted to the source later stays there. The source is only read. The target has to be empty, or
-    hold only what an earlier run of this command wrote: one that was interrupted is simply started again.
+    First stop the workers of both planes, and let producers submit to the new one: the command refuses to copy while an
+    invocation runs, and it does not copy what is submitted to the source later. It only reads the source. The target
+    must be empty, or hold only what an earlier run of this command wrote: after an interruption, start it again.
 
-    At the end both planes are read once more and compared, row by row; only when they are alike is the exit code 0. What
-    is written is untrusted, whatever it was: workers run pickled functions in it only with --allow-pickled.
+    At the end it reads both planes once more and compares them row by row; the exit code is 0 only if they are equal.
+    The copies are untrusted: workers run their pickled functions only with --allow-pickled.
 
-    env:NAME is the address in the environment variable of that name: for one with a password, which a list of processes
-    would show.
+    env:NAME takes the address from the environment variable NAME, so that the list of processes shows no password.
     """
     source, target = _spelled_out("--from", source), _spelled_out("--to", target)
     ns = from_namespace or read_settings().namespace or "default"
@@ -90,8 +91,8 @@ def migrate(
     if came.difference is None:
         return 0
     click.echo(
-        f"lakeshore: the two planes differ: {clean(came.difference)}; somebody has changed one of them meanwhile, or "
-        "something else had been on the target: migrate again to an empty one, while nobody uses either",
+        f"lakeshore: the two planes differ: {clean(came.difference)}; one of them was changed during the copy, or "
+        "the target was not empty: migrate again to an empty target while nothing uses either plane",
         err=True,
     )
     return 1
@@ -104,7 +105,7 @@ async def _migrate(
 
     async with _opened(source):
         await settle(source)
-        await check_at_rest(source, queues)  # before a file is made for nothing
+        await check_at_rest(source, queues)  # before the target's file is created
         counts = await source.counts()
         total = sum(count for (queue, _), count in counts.items() if not queues or queue in queues)
         if named and not total:
@@ -124,7 +125,7 @@ async def _migrate(
 
 @asynccontextmanager
 async def _opened(plane: Plane) -> AsyncGenerator[None]:
-    """A plane that is given up soon when it cannot be opened, and later when it was open once."""
+    """Open a plane with little patience, and use it with the patience that it has."""
     patience, plane.patience = plane.patience, PATIENCE
     async with plane:
         plane.patience = patience
@@ -133,7 +134,7 @@ async def _opened(plane: Plane) -> AsyncGenerator[None]:
 
 @contextmanager
 def _counting(what: str, total: int) -> Generator[Callable[[int], object]]:
-    """On a terminal, show how many of `total` are done; on stderr, so that the answer stands alone."""
+    """On a terminal, show on stderr how many of `total` are done."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -150,7 +151,7 @@ def _counting(what: str, total: int) -> Generator[Callable[[int], object]]:
 
 
 def _planes(source: tuple[str, str], target: tuple[str, str], dry: bool) -> tuple[Plane, Plane | None]:
-    """Both planes; None for a target whose file is not there and is not to be made."""
+    """Both planes; None for the target of a dry run whose file does not exist."""
     here, there = _plane("--from", *source), _plane("--to", *target)
     if _place(*source) == _place(*target):
         raise click.UsageError("--from and --to are one plane and namespace: name another file, database or namespace")
@@ -195,14 +196,14 @@ _MONGO = ("mongodb", "mongodb+srv")
 
 
 def _spelled_out(option: str, where: str) -> str:
-    """A plane's file or address; an address also where it stands in the environment."""
+    """The file or address that an option names; `env:NAME` is replaced by the value of the variable."""
     if not where.startswith("env:"):
         return where
     name = where.removeprefix("env:")
     found = os.environ.get(name)
     if not found:
         raise click.UsageError(f"{option} {where} names an environment variable that is not set: set {name}")
-    if not _scheme(found):  # never taken for a file, which would have its password for a name; nor shown
+    if not _scheme(found):  # a value without a scheme may hold a password: it is not used as a file name, and not shown
         raise click.UsageError(f"{option} {where}: expected an address mongodb://... in {name}, got something else")
     return found
 

@@ -1,4 +1,4 @@
-"""`lakeshore server`: the control plane for other machines, over a plane's file on this one, or over MongoDB."""
+"""`lakeshore server`: serve the plane in a file, or one in MongoDB, to other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import anyio
 import click
 
 from ..settings import read_settings
-from .shared import INTERRUPTED, age, log_to_stderr, need_mongo, need_server, watch_signals
+from .options import INTERRUPTED, age, log_to_stderr, need_mongo, need_server, watch_signals
 from .token import token_path
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def size(text: object) -> int:
-    """Bytes, or a number with a unit: 65536, 64k, 128M, 1G. For click, as the type of an option."""
+    """Parse a number of bytes, for click: 65536, 64k, 128M, 1G."""
     found = re.fullmatch(r"(\d{1,15})([kmg]?)(?:i?b)?", str(text).strip().lower(), re.ASCII)
     value = int(found[1]) * _UNITS[found[2]] if found else 0
     if value <= 0:
@@ -42,7 +42,7 @@ def size(text: object) -> int:
 
 
 def pinned(text: str) -> tuple[str, str]:
-    """A namespace and a version: NS=V."""
+    """Parse a namespace and a version: NS=V."""
     namespace, equals, version = text.partition("=")
     if not (namespace and equals and version):
         raise click.BadParameter(f"expected a namespace and a version, NS=V, got {text!r}")
@@ -50,7 +50,7 @@ def pinned(text: str) -> tuple[str, str]:
 
 
 class Options(NamedTuple):
-    """What the options of a server say."""
+    """The options of a server."""
 
     host: str
     port: int
@@ -75,19 +75,20 @@ def server() -> None:
 @server.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8750, show_default=True, help="The port; 0: one that is free."
+    "--port", type=click.IntRange(0, 65535), default=8750, show_default=True, help="The port; 0 takes a free one."
 )
 @click.option("--db", metavar="PATH", help="The plane's file.  [default: $LAKESHORE_HOME/lakeshore.db]")
 @click.option(
     "--mongo",
     metavar="URL",
-    help="In place of a file: mongodb://HOST:27017/DATABASE, which servers share. One with a password belongs into the "
-    "environment, where no list of processes shows it.  [default: $LAKESHORE_MONGO_URL, if there is no --db]",
+    help="A database in place of a file: mongodb://HOST:27017/DATABASE, which servers may share. Put an address with a "
+    "password into the environment, so that the list of processes does not show it.  [default: $LAKESHORE_MONGO_URL, "
+    "if there is no --db]",
 )
 @click.option(
     "--redis",
     metavar="URL",
-    help="With a database: redis://HOST:6379/0, for quick wake-ups across servers.  [default: $LAKESHORE_REDIS_URL]",
+    help="With a database: redis://HOST:6379/0, which wakes waiting clients quickly.  [default: $LAKESHORE_REDIS_URL]",
 )
 @click.option(
     "--namespace",
@@ -97,15 +98,15 @@ def server() -> None:
 @click.option(
     "--token-file",
     metavar="PATH",
-    help="Who may do what, as `lakeshore token` writes it.  [default: $LAKESHORE_HOME/tokens]",
+    help="The file of tokens that `lakeshore token` writes.  [default: $LAKESHORE_HOME/tokens]",
 )
-@click.option("--insecure", is_flag=True, help="Listen beyond this machine although there is no token.")
+@click.option("--insecure", is_flag=True, help="Listen beyond this machine without any token.")
 @click.option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
     metavar="NAME",
-    help="A name that clients reach the server by; may be repeated. Requests that name another host are refused.",
+    help="A host name by which clients reach the server; may be repeated. The server rejects requests for other hosts.",
 )
 @click.option(
     "--target-nymph-version",
@@ -113,24 +114,24 @@ def server() -> None:
     type=pinned,
     multiple=True,
     metavar="NS=V",
-    help="The version that daemons of a namespace are told to have; may be repeated.",
+    help="The version that the server reports to the daemons of a namespace; may be repeated.",
 )
-@click.option("--max-body", type=size, metavar="SIZE", help="The largest body that is taken.  [default: 128M]")
-@click.option("--durable", is_flag=True, help="Survive a power cut without loss: each commit waits for the disk.")
+@click.option("--max-body", type=size, metavar="SIZE", help="The largest request body.  [default: 128M]")
+@click.option("--durable", is_flag=True, help="Lose nothing in a power cut: each commit waits for the disk.")
 @click.option(
     "--grace",
     type=age,
     metavar="SECONDS",
     default=10.0,
     show_default=True,
-    help="How long requests under way get after a signal.",
+    help="Seconds that running requests get after a signal.",
 )
 def start(**options: Any) -> int:
     """Serve until SIGTERM or Ctrl-C.
 
-    The first signal ends the accepting; held requests are answered, and what is under way gets the grace. A second one
-    ends it at once. Without a token everybody who reaches the server may do everything, so it then listens on this
-    machine only; `lakeshore token create` makes one, and the server takes it within a second.
+    After the first signal the server accepts no connections, answers long polls, and gives running requests the grace.
+    A second signal ends it at once. Without a token every client may do everything, so the server then listens on this
+    machine only; `lakeshore token create` creates one, which a running server accepts within a second.
     """
     need_server()
     return _start(Options(**options))
@@ -148,7 +149,7 @@ def _start(options: Options) -> int:
     if not (loopback_only(where) or tokens.required or options.insecure):
         raise click.UsageError(_closed(options.host, path))
     plane = _plane(options, settings)
-    # Where everybody is let in, no page in a browser may be led here by a name of its own making.
+    # Without tokens, a page in a browser must not reach this server through a host name of its own (DNS rebinding).
     hosts = (options.host, *options.allowed_hosts) if options.allowed_hosts or not tokens.required else ()
     uvloop = {"use_uvloop": sys.platform != "win32"}
     with ExitStack() as stack:
@@ -157,27 +158,25 @@ def _start(options: Options) -> int:
 
 
 def _plane(options: Options, settings: Settings) -> Plane:
-    """The plane that is served: a file's, or a database's where one is named, by an option or else by the environment."""
+    """The plane to serve: in a database if an option or the environment names one, else in a file."""
     ns = options.namespace or settings.namespace or "default"
-    file = options.db or options.durable  # an empty option, as scripts make of unset variables, is an absent one
+    file = options.db or options.durable  # scripts pass empty options for unset variables: treat them as absent
     mongo = options.mongo or (None if file else settings.mongo)
     if not mongo:
         if options.redis:
-            raise click.UsageError("--redis makes servers over MongoDB quick: name the database with --mongo")
+            raise click.UsageError("--redis is for servers over MongoDB: name the database with --mongo")
         from ..planes.sqlite.store import Dispatch
 
         return Dispatch(options.db or settings.home / "lakeshore.db", ns=ns, durable=options.durable)
     if file:
         other = "--db names a file" if options.db else "--durable is for a file"
-        raise click.UsageError(
-            f"{other}, and --mongo a database, whose writes a majority always has: give one of the two"
-        )
+        raise click.UsageError(f"{other}, and --mongo names a database, which is always durable: give one of the two")
     need_mongo()
     return _fleet(mongo, options, settings, ns)
 
 
 def _fleet(mongo: str, options: Options, settings: Settings, ns: str) -> Plane:
-    """A database's plane; an address that is none is named by where it stands."""
+    """The plane in a database. An error names the option or variable that holds the bad address."""
     from ..planes.mongo.store import MongoDispatch
 
     place = "--mongo" if options.mongo else "LAKESHORE_MONGO_URL"
@@ -193,9 +192,9 @@ def _fleet(mongo: str, options: Options, settings: Settings, ns: str) -> Plane:
 
 def _closed(host: str, path: Path) -> str:
     return (
-        f"a server on {host} is reached from other machines, and there is no token in {str(path)!r}, so everybody could "
-        f"run code through it: make one with `lakeshore token create --name NAME --role worker --token-file {path}`, "
-        "keep to --host 127.0.0.1, or say --insecure"
+        f"other machines can reach a server on {host}, and there is no token in {str(path)!r}, so anyone could run code "
+        f"through it: create a token with `lakeshore token create --name NAME --role worker --token-file {path}`, use "
+        "--host 127.0.0.1, or give --insecure"
     )
 
 
@@ -210,16 +209,16 @@ async def _serve(
     failure = None
 
     def ask(name: str) -> None:
-        logger.info("%s: no more connections, what is under way may end", name)
+        logger.info("%s: accepting no more connections, running requests may end", name)
         stop.set()
 
     def end(name: str) -> None:
-        logger.info("%s again: what is under way is cut off", name)
+        logger.info("%s again: ending at once", name)
         cut.set()
 
     versions: Mapping[str, str] = dict(options.target_versions)
     limits = Limits() if options.max_body is None else Limits(body=options.max_body)
-    # Before the plane is opened, which then knows that it has claimers elsewhere.
+    # Before the plane is opened, so that it knows that it has claimers on other machines.
     app = create_app(plane, tokens=tokens, allowed_hosts=hosts, limits=limits, target_versions=versions)
     async with plane, anyio.create_task_group() as group:
         await group.start(watch_signals, ask, end)
@@ -234,7 +233,7 @@ async def _serve(
                 drain=app.drain,
                 ready=lambda: logger.info("%s", line),
             )
-        except Exception as exc:  # raised below, out of the group's wrapping
+        except Exception as exc:  # raised below, so that it is not wrapped in a group
             failure = exc
         group.cancel_scope.cancel()
     if failure is not None:
@@ -246,6 +245,6 @@ def _start_line(plane: Plane, tokens: TokenFile, url: str) -> str:
     if tokens.required:
         who = f"tokens required, {len(tokens)} in {tokens.path}"
     else:
-        who = f"open to everybody who reaches it, no tokens in {tokens.path}"
+        who = f"open to every client, no tokens in {tokens.path}"
     place = getattr(plane, "path", None) or plane
     return f"server {os.getpid()} on {url}, plane {place}, namespace {plane.ns}, {who}"

@@ -1,4 +1,4 @@
-"""`lakeshore token`: who may use a server, kept hashed in the file that the server reads."""
+"""`lakeshore token`: create, list and revoke the tokens of a server; its file stores only their hashes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import click
 
 from ..errors import DispatchError
 from ..settings import read_settings
+from .options import need_server, reading
 from .output import document, say, table
-from .shared import need_server, reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ __all__ = ["token", "token_path"]
 ROLES = ("producer", "worker", "admin")
 
 FILE = click.option(
-    "--token-file", metavar="PATH", help="The server's file of tokens.  [default: $LAKESHORE_HOME/tokens]"
+    "--token-file", metavar="PATH", help="The file of the server's tokens.  [default: $LAKESHORE_HOME/tokens]"
 )
 
 
@@ -31,23 +31,25 @@ def token_path(token_file: str | None) -> Path:
 
 @click.group()
 def token() -> None:
-    """Make, list and revoke the tokens that a server takes."""
+    """Create, list and revoke the tokens of a server."""
 
 
 @token.command()
-@click.option("--name", required=True, help="What the token is called here and in logs: whose it is, or what for.")
+@click.option("--name", required=True, help="The name of the token, here and in logs.")
 @click.option(
     "--role",
     type=click.Choice(ROLES),
     required=True,
     help="producer: submit, wait, read, cancel; worker: also claim; admin: also purge, and read metrics.",
 )
-@click.option("--namespace", metavar="NAME", help="Whose invocations.  [default: $LAKESHORE_NAMESPACE, else default]")
+@click.option(
+    "--namespace", metavar="NAME", help="The namespace of the token.  [default: $LAKESHORE_NAMESPACE, else default]"
+)
 @FILE
 def create(name: str, role: str, namespace: str | None, token_file: str | None) -> None:
-    """Make a token and print it, this once; a running server takes it within a second.
+    """Create a token and print it once. A running server accepts it within a second.
 
-    A client has it in LAKESHORE_CLIENT_TOKEN, or in a file of its own that --token-file names.
+    Give it to a client in LAKESHORE_CLIENT_TOKEN, or in a file that the client names with --token-file.
     """
     need_server()
     from ..server.tokens import check_token, create_token
@@ -70,7 +72,7 @@ def _checked(check: Callable[[], None]) -> None:
 @FILE
 @reading
 def list_tokens(token_file: str | None, as_json: bool) -> None:
-    """The tokens of a server: their names, roles, namespaces, and when they were made."""
+    """List the tokens of a server: names, roles, namespaces, and when they were created."""
     need_server()
     from ..server.tokens import read_tokens
 
@@ -86,7 +88,7 @@ def list_tokens(token_file: str | None, as_json: bool) -> None:
 @click.argument("name", metavar="NAME")
 @FILE
 def revoke(name: str, token_file: str | None) -> None:
-    """End a token; a running server refuses it within a second."""
+    """Revoke a token. A running server rejects it within a second."""
     need_server()
     from ..server.tokens import read_tokens, revoke_token
 

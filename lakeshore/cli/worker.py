@@ -1,4 +1,4 @@
-"""`lakeshore worker`: a process that runs invocations until it is told to stop."""
+"""`lakeshore worker`: a process that runs invocations until a signal stops it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import click
 
 from ..ids import check_queue
 from ..settings import read_settings
+from .options import INTERRUPTED, Where, age, log_to_stderr, plane_of, plane_options, seconds, watch_signals
 from .output import say
 from .runner import RUNNER_OPTIONS, Children, WorkerCommand, executor, make_runner
-from .shared import INTERRUPTED, Where, age, log_to_stderr, plane_of, plane_options, seconds, watch_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ logger = logging.getLogger("dreamlake.lakeshore.worker")
 
 
 class Options(NamedTuple):
-    """What the options of a worker say, under the names that `run_worker` has for them."""
+    """The options of a worker, by the names of the parameters of `run_worker`."""
 
     concurrency: int
     retries: int
@@ -63,22 +63,32 @@ OPTIONS = (
         multiple=True,
         metavar="NAME",
         callback=_names,
-        help="Whose invocations to run; may be repeated.  [default: $LAKESHORE_QUEUE or default]",
+        help="A queue to serve; may be repeated.  [default: $LAKESHORE_QUEUE or default]",
     ),
-    click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Bodies at a time."),
     click.option(
-        "--retries", type=click.IntRange(0), default=0, show_default=True, help="Further attempts after a body raised."
+        "--concurrency",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="The number of bodies that run at the same time.",
     ),
-    click.option("--timeout", type=seconds, help="How long a body may run.  [default: as long as it takes]"),
     click.option(
-        "--lease", type=seconds, default=30.0, show_default=True, help="When a silent worker loses what it holds."
+        "--retries", type=click.IntRange(0), default=0, show_default=True, help="Further attempts after a body raises."
+    ),
+    click.option("--timeout", type=seconds, help="The longest time that a body may run.  [default: no limit]"),
+    click.option(
+        "--lease",
+        type=seconds,
+        default=30.0,
+        show_default=True,
+        help="After this time without a heartbeat the worker loses its claims.",
     ),
     click.option(
         "--max-lost",
         type=click.IntRange(1),
         default=5,
         show_default=True,
-        help="Workers that one invocation may lose before it fails.",
+        help="The number of workers that one invocation may lose before it fails.",
     ),
     click.option(
         "--grace",
@@ -86,36 +96,36 @@ OPTIONS = (
         metavar="SECONDS",
         default=30.0,
         show_default=True,
-        help="How long running bodies get after a signal, and threads whose bodies were given up.",
+        help="Seconds that running bodies get after a signal.",
     ),
     click.option(
         "--root",
         type=click.Path(file_okay=False),
-        help="Folder below which the keys of dls.run lie.  [default: $LAKESHORE_ROOT or the current folder]",
+        help="The folder below which the keys of dls.run are.  [default: $LAKESHORE_ROOT or the current folder]",
     ),
     click.option(
         "--allow-pickled/--no-allow-pickled",
         default=None,
-        help="Unpickle functions, which runs their code, or refuse.  [default: those submitted on this machine]",
+        help="Whether to unpickle functions, which runs their code.  [default: those submitted on this machine]",
     ),
     click.option(
         "--allow-module",
         "allow_modules",
         multiple=True,
         metavar="NAME",
-        help="A module whose functions may be called where pickles are refused; may be repeated.",
+        help="A module whose functions may run although pickled ones are refused; may be repeated.",
     ),
     click.option(
         "--runtime-policy",
         type=click.Choice(["strict", "minor", "off"]),
         default=_policy,
-        help="How alike the submitter's Python must be.  [default: $LAKESHORE_RUNTIME_POLICY or minor]",
+        help="How closely the submitter's Python must match.  [default: $LAKESHORE_RUNTIME_POLICY or minor]",
     ),
 )
 
 
 def worker_options(command: Callable[[Where, tuple[str, ...], Options, Children], int]) -> Callable[..., int]:
-    """Give a command the options of a worker and those of a plane, and itself what they say."""
+    """Add the options of a worker and of a plane to a command."""
 
     def wrapped(where: Where, /, queues: tuple[str, ...], **options: Any) -> int:
         children = Children(**{name: options.pop(name) for name in Children._fields})
@@ -130,14 +140,14 @@ def worker_options(command: Callable[[Where, tuple[str, ...], Options, Children]
 
 @click.group()
 def worker() -> None:
-    """Run the functions that are submitted to queues."""
+    """Run the invocations of queues."""
 
 
 @worker.command(
     cls=WorkerCommand,
-    epilog="The first signal stops the claiming and gives running bodies the grace; what still runs then goes back to its "
-    "queue (children are ended, see --on-shutdown), and so it does at once after a second signal. Modules are looked for "
-    "in the current folder first. Times are seconds, or take a unit: 45s, 10m, 2h.",
+    epilog="After the first signal the worker claims nothing and gives running bodies the grace. Then, or at once after a "
+    "second signal, bodies that still run return to their queue (children are killed, see --on-shutdown). Modules are "
+    "imported from the current folder first. Times are seconds, or take a unit: 45s, 10m, 2h.",
 )
 @worker_options
 def start(where: Where, queues: tuple[str, ...], options: Options, children: Children) -> int:
@@ -149,18 +159,18 @@ def start(where: Where, queues: tuple[str, ...], options: Options, children: Chi
 @worker.command(cls=WorkerCommand)
 @worker_options
 def once(where: Where, queues: tuple[str, ...], options: Options, children: Children) -> int:
-    """Run at most one invocation, one that is due now; exit 0 whether or not there was one."""
+    """Run at most one invocation that is ready now; exit 0 even if there was none."""
     jobs, code = work(where, queues, options, children, once=True)
     say(f"{jobs} invocation{'' if jobs == 1 else 's'} run")
     return code
 
 
 def work(where: Where, queues: tuple[str, ...], options: Options, children: Children, *, once: bool) -> tuple[int, int]:
-    """Work until told to stop: how many bodies were run, and the exit code."""
+    """Run invocations until a signal; return the number of bodies that ran, and the exit code."""
     runner = make_runner(children)
     if not os.path.isdir(_root(options)):
         raise click.UsageError(
-            f"the root {_root(options)!r} is no folder: create it, or name another with --root or LAKESHORE_ROOT"
+            f"the root {_root(options)!r} is not a folder: create it, or name another with --root or LAKESHORE_ROOT"
         )
     if sys.path[:1] != [os.getcwd()]:
         sys.path.insert(0, os.getcwd())
@@ -173,15 +183,17 @@ async def _work(
 ) -> tuple[int, int]:
     from ..client.queue import Queue, take_as_default
 
-    stop, working = anyio.Event(), anyio.CancelScope()
-    jobs, failure = 0, None
+    stop = anyio.Event()
+    working = anyio.CancelScope()
+    jobs = 0
+    failure = None
 
     def ask(name: str) -> None:
-        logger.info("%s: nothing more is claimed, what runs may end", name)
+        logger.info("%s: claiming no more, running bodies may end", name)
         stop.set()
 
     def cut(name: str) -> None:
-        logger.info("%s again: what runs goes back to its queue", name)
+        logger.info("%s again: returning running bodies to their queue", name)
         working.cancel()
 
     async with plane_of(where, create=True) as plane, anyio.create_task_group() as group:
@@ -192,7 +204,7 @@ async def _work(
         with working:
             try:
                 jobs = await _run(queues, plane, options, children, runner, once, stop)
-            except Exception as exc:  # raised below, out of the group's wrapping
+            except Exception as exc:  # raised below, so that it is not wrapped in a group
                 failure = exc
         group.cancel_scope.cancel()
     if failure is not None:

@@ -179,8 +179,8 @@ def test_a_source_that_changes_meanwhile_is_told(
     assert ran.code == 1
     assert ran.err == (
         f"lakeshore: the two planes differ: invocation {ids[3]!r} has the state 'killed' on the source and 'queued' on the "
-        "target; somebody has changed one of them meanwhile, or something else had been on the target: migrate again to "
-        "an empty one, while nobody uses either\n"
+        "target; one of them was changed during the copy, or the target was not empty: migrate again to an empty target "
+        "while nothing uses either plane\n"
     )
     cells = [line.split() for line in ran.out.splitlines()[1:4]]
     assert ["q", "killed", "1", "0"] in cells

@@ -92,7 +92,7 @@ def test_it_says_where_it_is_and_who_may_come(db: Path, home: Path) -> None:
     with Server(db, home=home) as server:
         assert server.err.endswith(
             f"INFO server {server.pid} on http://127.0.0.1:{server.port}, plane {db}, namespace default, open to "
-            f"everybody who reaches it, no tokens in {home / 'tokens'}\n"
+            f"every client, no tokens in {home / 'tokens'}\n"
         )
         assert get(f"{server.url}/healthz").status_code == 200
     for number in range(2):
@@ -112,7 +112,7 @@ def test_a_signal_answers_what_is_held_and_ends_it(server: Server, number: signa
     assert head.startswith(b"HTTP/1.1 200 ")
     assert decode(body, "the answer") == {"commands": []}
     assert ran.code == 0, ran.err
-    assert f"INFO {number.name}: no more connections, what is under way may end\n" in ran.err
+    assert f"INFO {number.name}: accepting no more connections, running requests may end\n" in ran.err
     assert "Traceback" not in ran.err
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", server.port)):
         pass
@@ -187,11 +187,11 @@ def test_a_second_signal_ends_it_at_once(db: Path, home: Path) -> None:
     with Server(db, "--grace", "1h", home=home) as server:
         with under_way(server, "/v1/producer/submit", b"half a body", 100):
             server.signal()
-            server.says("SIGTERM: no more connections")
+            server.says("SIGTERM: accepting no more connections")
             server.signal(signal.SIGINT)
             ran = server.ends()
     assert ran.code == 130
-    assert "SIGINT again: what is under way is cut off\n" in ran.err
+    assert "SIGINT again: ending at once\n" in ran.err
 
 
 def test_what_was_submitted_is_there_after_a_restart(db: Path, home: Path) -> None:
@@ -212,9 +212,9 @@ def test_R111_beyond_this_machine_it_wants_a_token(db: Path, home: Path) -> None
     ran = cli("server", "start", "--host", "0.0.0.0", "--port", 0, "--db", db)
     assert ran.code == 2
     assert ran.err.endswith(
-        f"Error: a server on 0.0.0.0 is reached from other machines, and there is no token in {str(home / 'tokens')!r}, "
-        "so everybody could run code through it: make one with `lakeshore token create --name NAME --role worker "
-        f"--token-file {home / 'tokens'}`, keep to --host 127.0.0.1, or say --insecure\n"
+        f"Error: other machines can reach a server on 0.0.0.0, and there is no token in {str(home / 'tokens')!r}, "
+        "so anyone could run code through it: create a token with `lakeshore token create --name NAME --role worker "
+        f"--token-file {home / 'tokens'}`, use --host 127.0.0.1, or give --insecure\n"
     )
     assert not db.exists()
     token(home, "worker")
@@ -224,7 +224,7 @@ def test_R111_beyond_this_machine_it_wants_a_token(db: Path, home: Path) -> None
 
 def test_insecure_is_said_aloud(db: Path, home: Path) -> None:
     with Server(db, "--host", "0.0.0.0", "--insecure", home=home) as server:
-        assert "open to everybody who reaches it" in server.err
+        assert "open to every client" in server.err
         assert get(f"http://127.0.0.1:{server.port}/v1/producer/queues").status_code == 200
 
 
@@ -521,7 +521,7 @@ def test_where_the_token_comes_from(
     ran = cli("queue", "list", *at, "--token-file", file)
     assert (ran.code, ran.err) == (
         0,
-        f"lakeshore: others can read the token in {str(file)!r}: close it with `chmod 600 {file}`\n",
+        f"lakeshore: other users can read the token in {str(file)!r}: run `chmod 600 {file}`\n",
     )
     monkeypatch.setenv("LAKESHORE_CLIENT_TOKEN", made)
     assert cli("queue", "list", *at).code == 0
@@ -589,7 +589,7 @@ def test_a_token_file_that_holds_no_one_token(home: Path, tmp_path: Path, text: 
     assert ran.code == 2
     assert ran.err.endswith(
         f"Error: expected one plain token in {str(file)!r}, as `lakeshore token create` prints it, got something else; "
-        "a server's file of hashes is no use to a client\n"
+        "the file of hashes that the server reads does not work here\n"
     )
     ran = cli("queue", "list", "--url", "http://127.0.0.1:1", "--token-file", tmp_path / "none")
     assert ran.code == 2

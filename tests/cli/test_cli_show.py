@@ -389,8 +389,8 @@ def test_inv_release(db: Path, q: dls.SyncQueue, three: list[str]) -> None:
     ran = cli("inv", "release", leased.id, "--db", db)
     assert ran.code == 1
     assert ran.err == (
-        f"lakeshore: invocation {leased.id!r} is held by worker {leased.worker!r} under a lease: it goes back to its "
-        "queue by itself when that worker is gone; to end it, cancel it\n"
+        f"lakeshore: invocation {leased.id!r} is held by worker {leased.worker!r} under a lease: if that worker is "
+        "gone, the invocation returns to its queue by itself; to end it, use `lakeshore inv cancel`\n"
     )
     q.ack(leased)
     ran = cli("inv", "release", leased.id, "--db", db)

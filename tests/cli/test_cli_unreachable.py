@@ -66,4 +66,4 @@ def test_a_worker_whose_token_is_revoked_ends_in_order_although_its_bodies_hang(
     assert re.match(
         r"lakeshore: expected a token, `Authorization: Bearer \.\.\.`, got one that is not known here", said
     )
-    assert cut.endswith("1 of the bodies run on in threads, which cannot be stopped; the process ends without them")
+    assert cut.endswith("1 bodies still run in threads, which cannot be stopped; the process ends without them")

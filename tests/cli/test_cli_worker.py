@@ -47,7 +47,7 @@ def test_it_says_what_it_serves_and_a_line_for_each_invocation(db: Path, q: dls.
         [(added, "add", "succeeded"), (failed, "boom", "failed"), (counted, "count", "succeeded")]
     )
     assert len(rest) == 4
-    assert "SIGTERM: nothing more is claimed" in rest[-1]
+    assert "SIGTERM: claiming no more" in rest[-1]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_environment_says_what_flags_do_not(tmp_path: Path) -> None:
     env = environment(LAKESHORE_HOME=str(home), LAKESHORE_QUEUE="mine", LAKESHORE_ROOT=str(root))
     refused = Process("worker", "once", env=env).ends()
     assert refused.code == 2
-    assert f"the root {str(root)!r} is no folder: create it, or name another with --root or LAKESHORE" in refused.err
+    assert f"the root {str(root)!r} is not a folder: create it, or name another with --root or LAKESHORE" in refused.err
     root.mkdir()
     plane = dls.Dispatch(home / "lakeshore.db")
     mine, other = (dls.SyncQueue(name, dispatch=plane) for name in ("mine", "other"))
@@ -236,7 +236,7 @@ def test_a_signal_lets_the_running_body_end_and_claims_nothing_more(
         appears(begun)
         waiting = q.submit(dls.thunk(cli_jobs.echo, 1))
         process.signal(number)
-        process.says(f"{number.name}: nothing more is claimed, what runs may end")
+        process.says(f"{number.name}: claiming no more, running bodies may end")
         ended.touch()
         ran = process.ends()
     assert ran.code == 0, ran.err
@@ -264,11 +264,11 @@ def test_a_second_signal_ends_it_at_once(db: Path, q: dls.SyncQueue, tmp_path: P
         id = q.submit(dls.thunk(cli_jobs.wait_forever, str(begun)))
         appears(begun)
         process.signal()
-        process.says("SIGTERM: nothing more is claimed")
+        process.says("SIGTERM: claiming no more")
         process.signal(signal.SIGINT)
         ran = process.ends()
     assert ran.code == 130
-    assert "SIGINT again: what runs goes back to its queue" in ran.err
+    assert "SIGINT again: returning running bodies to their queue" in ran.err
     row = q.get(id)
     assert (row.state, row.failures, row.lost) == ("queued", 0, 0)
 
@@ -281,7 +281,7 @@ def test_a_thread_that_does_not_end_cannot_hold_the_process(db: Path, q: dls.Syn
         process.signal()
         ran = process.ends()
     assert ran.code == 1
-    assert "1 of the bodies run on in threads, which cannot be stopped; the process ends without them" in ran.err
+    assert "1 bodies still run in threads, which cannot be stopped; the process ends without them" in ran.err
     row = q.get(id)
     assert (row.state, row.failures, row.lost) == ("queued", 0, 0)
 
@@ -360,7 +360,7 @@ def test_R24_a_draining_worker_leaves_new_work_to_the_other(db: Path, q: dls.Syn
         held = q.submit(dls.thunk(cli_jobs.wait_for, str(begun), str(ended)))
         appears(begun)
         old.signal()
-        old.says("nothing more is claimed")
+        old.says("claiming no more")
         with worker(db) as new:
             assert q.call(dls.thunk(cli_jobs.where))[2] == new.pid
             ended.touch()

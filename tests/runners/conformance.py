@@ -233,7 +233,7 @@ class Conformance:
             later = q.submit(dls.thunk(bodies.double, 1))
             site.begun("drained")
             worker.signal()
-            wait_until_sync(lambda: "nothing more is claimed" in worker.said, LIMIT, "the worker to hear the signal")
+            wait_until_sync(lambda: "claiming no more" in worker.said, LIMIT, "the worker to hear the signal")
             (site.root / "gate-of-drain").touch()
             worker.ends(asked=True)
         assert q.result(id, timeout=LIMIT) == "finished"

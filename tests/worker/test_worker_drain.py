@@ -63,7 +63,7 @@ async def test_R94_a_signal_lets_what_runs_end_and_claims_nothing(
     await lines(marks, 3)
     ids += [await queue.submit(dls.thunk(bodies.work, str(marks), f"late{n}")) for n in range(5)]
     process.send_signal(signal.SIGTERM)
-    await said(process, "nothing more is claimed")
+    await said(process, "claiming no more")
     assert (await queue.count("running"), await queue.count()) == (3, 5)
     go.touch()
     assert await exit_code(process) == 0
@@ -94,7 +94,7 @@ async def test_a_second_signal_ends_it_at_once(
     id = await queue.submit(dls.thunk(bodies.wait_for_file, str(tmp_path / "marks"), str(tmp_path / "go")))
     await lines(tmp_path / "marks", 1)
     process.send_signal(signal.SIGTERM)
-    await said(process, "nothing more is claimed")
+    await said(process, "claiming no more")
     process.send_signal(signal.SIGTERM)
     assert await exit_code(process) != 0
     row = await queue.get(id)

@@ -112,7 +112,7 @@ async def test_R94_a_drain_finishes_what_runs_and_claims_nothing(
     worker = started.worker(server.url, "--allow-module", "http_bodies", "--concurrency", 3, queue=queue.name)
     await wait_until(lambda: sum(mark.exists() for mark in marks) == 3, 30, "three that run")
     worker.signal()
-    worker.says("nothing more is claimed")
+    worker.says("claiming no more")
     go.touch()
     assert await anyio.to_thread.run_sync(worker.ends) == 0
     rows = {row.id: row for row in await queue.list(limit=10)}

@@ -277,7 +277,7 @@ async def test_a_worker_process_ends_with_its_signal(
     assert await anyio.to_thread.run_sync(idle.ends) == 0
     assert time.monotonic() - asked < 15  # its poll would be answered after 22 at the earliest
     busy.signal()
-    busy.says("nothing more is claimed")
+    busy.says("claiming no more")
     go.touch()
     assert await anyio.to_thread.run_sync(busy.ends) == 0
     assert await queue.result(id, timeout=10) == "done"

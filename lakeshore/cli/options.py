@@ -1,4 +1,4 @@
-"""What the commands share: the plane they work on, seconds with a unit, signals, the log, and errors with `--json`."""
+"""Options that several commands share, and how a command opens its plane, logs, and stops on signals."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PATIENCE = 3.0
-"""Seconds that a command, other than a worker, tries to reach its plane."""
+"""Seconds for which a command, other than a worker, tries to reach its plane."""
 
 INTERRUPTED = 130
-"""The exit code of what was cut short by a second signal."""
+"""The exit code after a second signal."""
 
 _NUMBER = r"(\d+\.?\d*|\.\d+)"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def age(text: object) -> float:
-    """Seconds from 0, or a number with a unit: 0, 90, 1.5, 45s, 10m, 2h, 7d, 4w. For click, as the type of an option."""
+    """Parse a duration of 0 or more seconds, for click: 0, 90, 1.5, 45s, 10m, 2h, 7d, 4w."""
     found = re.fullmatch(rf"{_NUMBER}([smhdw]?)", str(text).strip(), re.ASCII)
     value = float(found[1]) * _UNITS[found[2]] if found else math.inf
     if not math.isfinite(value):
@@ -68,7 +68,7 @@ def age(text: object) -> float:
 
 
 def age_with_unit(text: str) -> float:
-    """The same for what deletes: a bare number, which may be meant as days, is refused."""
+    """Parse a duration that must have a unit: a bare number could be meant as days, and purging deletes."""
     if re.fullmatch(rf"{_NUMBER}[smhdw]", text.strip(), re.ASCII) is None:
         raise click.BadParameter(
             f"expected a number with a unit, one of s, m, h, d and w (seconds, minutes, hours, days, weeks), "
@@ -78,7 +78,7 @@ def age_with_unit(text: str) -> float:
 
 
 def seconds(text: object) -> float:
-    """The same above 0."""
+    """Parse a duration above 0 seconds."""
     value = age(text)
     if value <= 0:
         raise click.BadParameter(f"expected more than 0 seconds, got {text!r}")
@@ -87,7 +87,7 @@ def seconds(text: object) -> float:
 
 @dataclass(frozen=True)
 class Where:
-    """Which plane a command works on, as its options say; None: as the environment says."""
+    """The plane options of a command; None where the environment decides."""
 
     db: str | None
     namespace: str | None
@@ -96,34 +96,35 @@ class Where:
 
 
 def plane_options(command: Callable[Concatenate[Where, P], T]) -> Callable[..., T]:
-    """Give a command the options that name a plane, and itself what they say."""
+    """Add the options that name a plane to a command, and pass them to it as a `Where`."""
 
     @click.option("--db", metavar="PATH", help="The plane's file.  [default: $LAKESHORE_HOME/lakeshore.db]")
-    @click.option("--url", metavar="URL", help="The server whose plane it is.  [default: $LAKESHORE_URL]")
+    @click.option("--url", metavar="URL", help="The address of a server.  [default: $LAKESHORE_URL]")
     @click.option(
         "--token-file",
         metavar="PATH",
-        help="A file with the token for the server.  [default: the token in $LAKESHORE_CLIENT_TOKEN]",
+        help="A file that holds the token for the server.  [default: the token in $LAKESHORE_CLIENT_TOKEN]",
     )
     @click.option(
         "--namespace",
         metavar="NAME",
-        help="Whose invocations.  [default: $LAKESHORE_NAMESPACE, else the token's, else default]",
+        help="The namespace.  [default: $LAKESHORE_NAMESPACE, else that of the token, else default]",
     )
     @functools.wraps(command)
     def wrapped(
         *args: Any, db: str | None, url: str | None, token_file: str | None, namespace: str | None, **kwargs: Any
     ) -> T:
-        # An empty option, as scripts make of unset variables, is an absent one.
+        # Scripts pass empty options for unset variables: treat them as absent.
         return command(Where(db or None, namespace or None, url or None, token_file or None), *args, **kwargs)
 
     return wrapped
 
 
 def plane_of(where: Where, *, create: bool = False) -> Plane:
-    """The plane that the options and the environment name. Only workers create its file where there is none.
+    """The plane that the options and the environment name; `--db` overrides LAKESHORE_URL.
 
-    `--db` wins over LAKESHORE_URL. Raises PlaneUnavailable for a file that is not there.
+    create: whether a missing file is created, as workers do. Raises PlaneUnavailable for a missing file otherwise, and
+    UsageError for options that contradict each other.
     """
     from ..client.queue import default_dispatch
     from ..planes.sqlite.store import Dispatch
@@ -138,7 +139,7 @@ def plane_of(where: Where, *, create: bool = False) -> Plane:
         if where.token_file is not None:
             raise click.UsageError("--token-file is for a server: name it with --url or LAKESHORE_URL")
         if plane.path is None:
-            raise click.UsageError("a plane in memory is seen by its own process only; give --db the path of a file")
+            raise click.UsageError("only its own process can see a plane in memory: give --db the path of a file")
         if not create and not plane.path.exists():
             raise PlaneUnavailable(
                 f"no plane at {str(plane.path)!r}: nothing was ever submitted there; check --db or LAKESHORE_HOME"
@@ -163,8 +164,9 @@ def _named(where: Where) -> Plane:
 
 
 def read_token(path: Path) -> str:
-    """The one plain token in a client's file. What is in the file is never shown."""
-    shared, words = 0, list[str]()
+    """Read the one plain token in a client's file. No error shows the content of the file."""
+    shared = 0
+    words: list[str] = []
     try:
         with open(path, encoding="utf-8") as file:
             shared = sys.platform != "win32" and os.fstat(file.fileno()).st_mode & 0o077
@@ -172,19 +174,19 @@ def read_token(path: Path) -> str:
     except OSError as exc:
         raise click.UsageError(f"cannot read the token in {str(path)!r}: {exc.strerror}") from None
     except UnicodeDecodeError:
-        pass  # no token either
+        pass  # not a token
     if len(words) != 1 or not words[0].isascii():
         raise click.UsageError(
             f"expected one plain token in {str(path)!r}, as `lakeshore token create` prints it, got something else; "
-            "a server's file of hashes is no use to a client"
+            "the file of hashes that the server reads does not work here"
         )
     if shared:
-        click.echo(f"lakeshore: others can read the token in {str(path)!r}: close it with `chmod 600 {path}`", err=True)
+        click.echo(f"lakeshore: other users can read the token in {str(path)!r}: run `chmod 600 {path}`", err=True)
     return words[0]
 
 
 def on_plane(where: Where, act: Callable[[Plane], Awaitable[T]]) -> T:
-    """Call `act` with the open plane, on asyncio."""
+    """Open the plane, call `act` with it, and close it; on asyncio."""
     plane = plane_of(where)
     plane.patience = PATIENCE
 
@@ -199,7 +201,7 @@ json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON
 
 
 def reading(command: Callable[P, T]) -> Callable[P, T]:
-    """Give a command `--json`; with it an error too is a document, before it is what it is without."""
+    """Add `--json` to a command; with it an error is also printed as a JSON document."""
 
     @json_flag
     @functools.wraps(command)
@@ -215,7 +217,7 @@ def reading(command: Callable[P, T]) -> Callable[P, T]:
 
 
 def error_document(exc: Exception) -> dict[str, Any]:
-    """An error as data: that of an invocation with its id and state, any other by its class and sentence."""
+    """An error for JSON: of an invocation with its id and state, any other by its class and message."""
     if isinstance(exc, InvocationFailed):
         error = {"type": exc.type, "message": exc.message, "traceback": exc.traceback}
         return {"id": exc.id, "state": exc.state, "error": error}
@@ -223,7 +225,7 @@ def error_document(exc: Exception) -> dict[str, Any]:
 
 
 def need_server() -> None:
-    """Raises UsageError where the packages of the extra `[server]` are missing, before any of them is loaded."""
+    """Raise UsageError if packages of the extra `[server]` are missing, before any of them is imported."""
     needed = [
         "starlette",
         "uvicorn",
@@ -240,7 +242,7 @@ def need_server() -> None:
 
 
 def need_mongo() -> None:
-    """Raises UsageError where the packages of the extra `[mongo]` are missing, before any of them is loaded."""
+    """Raise UsageError if packages of the extra `[mongo]` are missing, before any of them is imported."""
     missing = [name for name in ("pymongo", "redis") if importlib.util.find_spec(name) is None]
     if missing:
         raise click.UsageError(
@@ -255,22 +257,24 @@ async def watch_signals(
     *,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Call `first` with the name of the first SIGTERM or SIGINT, `again` with that of the second, and end."""
-    if sys.platform == "win32":  # no receiver there: Ctrl-C cancels everything at once
+    """Call `first` with the name of the first SIGTERM or SIGINT and `again` with that of the second, then return."""
+    if sys.platform == "win32":  # Windows has no signal receiver: Ctrl-C cancels everything at once
         task_status.started()
         return
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         task_status.started()
-        told = first
+        count = 0
         async for number in signals:
-            told(signal.Signals(number).name)
-            if told is again:
+            name = signal.Signals(number).name
+            count += 1
+            if count == 2:
+                again(name)
                 return
-            told = again
+            first(name)
 
 
 class _Formatter(logging.Formatter):
-    """One line a message, whatever names came from afar."""
+    """Escapes control characters, so that names from other machines cannot break the log into lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return clean(super().formatMessage(record))
@@ -280,7 +284,7 @@ class _Formatter(logging.Formatter):
 
 
 def log_to_stderr(**others: int) -> None:
-    """Show the package's own log, a line each, and `others` from a level on; all other loggers are the user's."""
+    """Log the package's messages to stderr, and those of the loggers in `others` from a level on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name, level in {"dreamlake.lakeshore": logging.INFO, **others}.items():
