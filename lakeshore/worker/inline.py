@@ -1,4 +1,4 @@
-"""The executor of this process: async bodies as tasks, the others in threads of the worker's own."""
+"""The executor that runs bodies in this process: async bodies as tasks, the others in threads of the worker's own."""
 
 from __future__ import annotations
 
@@ -13,24 +13,32 @@ if TYPE_CHECKING:
 
 __all__ = ["InlineExecutor"]
 
-_PLAIN = (
+_HINT = (
     "; it was submitted as a plain value, for those who claim by hand: "
     "submit a function, or `dls.thunk(fn, ...)`, for a worker to run"
 )
+"""The end of the error of a payload that is no function call."""
 
 
 class InlineExecutor:
-    """Runs bodies here: `concurrency` of them in threads at once, a bound of its own in place of anyio's for all."""
+    """Runs bodies in this process.
+
+    Args:
+        trusted: What bodies may do that were submitted on this machine to a local plane.
+        untrusted: What all other bodies may do.
+        concurrency: How many bodies run in threads at the same time. This limit is separate from anyio's for all threads.
+    """
 
     paused_until = 0.0
 
     def __init__(self, trusted: Site, untrusted: Site, concurrency: int) -> None:
-        self._trusted, self._untrusted = trusted, untrusted
+        self._trusted = trusted
+        self._untrusted = untrusted
         self._threads = anyio.CapacityLimiter(concurrency)
 
     async def run(self, claimed: Claimed, channel: Emit) -> Done:
-        """Run the body. Cancelled, an async body has ended when this raises; a thread goes on without its claim."""
+        """Run the body. When cancelled, an async body has ended before this raises; a thread runs on without its claim."""
         site = self._trusted if claimed.trusted else self._untrusted
         return await invoke(
-            claimed.body, site, channel, id=claimed.id, attempt=claimed.attempt, threads=self._threads, payload=_PLAIN
+            claimed.body, site, channel, id=claimed.id, attempt=claimed.attempt, threads=self._threads, payload=_HINT
         )

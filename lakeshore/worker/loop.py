@@ -1,6 +1,6 @@
-"""The worker: claims what can start now, runs it, delivers what came of it, and gives back what it cannot finish.
+"""The worker loop: claims invocations, runs their bodies, delivers the outcomes, and returns what it cannot finish.
 
-It knows slots, claims and reasons to stop one; how a body runs is the executor's matter, keeping leases the keeper's.
+How a body runs is the executor's part, how its leases are kept is that of `planes.lease_keeper`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,32 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
-from ..body.execute import Done, Site, describe, failed, leaves, refused
+from ..body.execute import Done, Site, failed, leaves, refused
+from ..concurrency.backoff import Backoff
 from ..concurrency.run_sync import worker_runs_here
 from ..errors import DispatchError, PlaneUnavailable
 from ..functions.resolve import check_policy
 from ..planes.auth_grace import Refusals
-from ..planes.contract.operations import Claimed, Fence, Requeue
 from ..planes.lease_keeper import LeaseKeeper
 from ..settings import read_settings
 from .inline import InlineExecutor
 from .outcome import ActiveClaim
 from .settings import WorkerSettings
-from .slots import Slots, run_in_context, was_cancelled_from_outside
+from .shutdown import SHUTDOWN_TIMEOUT, Shutdown
+from .slots import Slots, run_in_context
+from .timeouts import watch_timeouts
 
 if TYPE_CHECKING:
     from ..client.queue import Queue
+    from ..planes.contract.operations import Claimed
+    from ..planes.engine import Claimer
     from ..planes.plane import Plane
     from .executor import Executor, StopReason
 
@@ -41,12 +44,11 @@ __all__ = ["Worker", "run_executor", "run_worker"]
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
-LOOK = 0.25
-"""Seconds between two questions to a `stop` that is a function."""
-GOODBYE = 5.0
-"""Seconds that a worker on its way out takes, at most, to deliver outcomes and to give back what it holds."""
-SUSPECT = 2
-"""Losses from which a row may be what kills its workers: it runs with nothing beside it."""
+FIRST_CLAIM_DELAY = 0.5
+MAX_CLAIM_DELAY = 10.0
+"""Seconds between two claims while the plane is out of reach."""
+SUSPECT_LOSSES = 2
+"""Losses after which an invocation may be what kills its workers. It runs with no other body beside it."""
 
 
 async def run_worker(
@@ -66,97 +68,126 @@ async def run_worker(
     allow_modules: Sequence[str] = (),
     stop: anyio.Event | Callable[[], bool] | None = None,
 ) -> int:
-    """Run invocations of one queue or several of one plane until told to stop; how many bodies were run.
+    """Run the invocations of one queue, or of several queues of one plane, until stopped.
 
-    It can be one task among others of an application. root: the folder below which `dls.run` keys lie (default
-    LAKESHORE_ROOT, else the current folder). registry: qualified name -> function, asked before anything is imported.
-    once: run at most one invocation that is there now, and return. concurrency: bodies at a time. retries: further
-    attempts after a body raised, with growing delays. timeout: seconds that a body may run; a `def` body cannot be
-    stopped, its outcome is `timeout` all the same and its slot stays taken until it ends. lease: seconds after which a
-    worker that no longer answers loses its claims. max_lost: losses of one invocation after which it fails. grace:
-    seconds that running bodies get after `stop`, and threads to end once their outcome is decided. allow_pickled:
-    whether functions may be unpickled; None: only those submitted on this machine, to a local plane. runtime_policy:
-    `strict`, `minor` or `off`, for those. allow_modules: modules that may be named by reference besides the user's own.
-    stop: an event, or a function asked several times a second.
+    It can be one task among others of an application.
 
-    Raises ValueError for settings that make no sense; DispatchError when every slot is held by a body that could not be
-    stopped; PlaneUnavailable with `once` only, otherwise it waits for the plane. What a body raises never ends a worker.
-    Cancellation: bodies are cancelled, and what is held goes back to its queue, in no budget, within a few seconds;
-    threads are left to themselves.
+    Cancellation: running bodies are cancelled, and their invocations go back to their queues within a few seconds; this
+    counts neither as a failure nor as a loss. Bodies in threads cannot be stopped: they run on without their claims.
+
+    Args:
+        queues: One queue, or several of the same plane.
+        root: The folder of the `dls.run` keys. Default: LAKESHORE_ROOT, else the current folder.
+        registry: Maps qualified names to functions. It is used before anything is imported.
+        once: Run at most one invocation that is due now, then return.
+        concurrency: How many bodies run at the same time.
+        retries: Further attempts after a body raised. The delay before them grows.
+        timeout: Seconds that a body may run. A `def` body runs in a thread, which cannot be stopped: its outcome is
+            `timeout` all the same, and its slot stays occupied until it ends.
+        lease: Seconds after which a worker that no longer answers loses its claims.
+        max_lost: After how many losses an invocation fails.
+        grace: Seconds that running bodies get after `stop`, and bodies in threads after their outcome is decided.
+        allow_pickled: Whether functions may be unpickled. None allows it for invocations submitted on this machine to a
+            local plane.
+        runtime_policy: Which interpreter may run unpickled functions: `strict`, `minor` or `off`.
+        allow_modules: Modules besides the user's own that references may name.
+        stop: An event, or a function that is called several times a second. Once set or true, the worker drains.
+
+    Returns:
+        The number of bodies that were run. What a body raises never ends a worker.
+
+    Raises:
+        ValueError: A setting makes no sense.
+        DispatchError: Every slot is held by a body that could not be stopped.
+        PlaneUnavailable: Only with `once`. Otherwise the worker waits for the plane.
     """
-    terms = WorkerSettings(concurrency, retries, timeout, lease, max_lost, grace)
+    settings = WorkerSettings(concurrency, retries, timeout, lease, max_lost, grace)
     check_policy(runtime_policy)
-    plane, _ = _where(queues)
-    site = Site(_folder(root), bool(allow_pickled), runtime_policy, registry, tuple(allow_modules))
-    trusted = replace(site, allow_pickled=plane.local) if allow_pickled is None else site
-    return await run_executor(
-        queues, lambda threads: InlineExecutor(trusted, site, threads), terms, once=once, stop=stop
-    )
+    plane, _ = _plane_and_names(queues)
+    untrusted = Site(_root_folder(root), bool(allow_pickled), runtime_policy, registry, tuple(allow_modules))
+    trusted = untrusted
+    if allow_pickled is None:
+        trusted = replace(untrusted, allow_pickled=plane.local)
+
+    def inline(concurrency: int) -> InlineExecutor:
+        return InlineExecutor(trusted, untrusted, concurrency)
+
+    return await run_executor(queues, inline, settings, once=once, stop=stop)
 
 
 async def run_executor(
     queues: Queue | Sequence[Queue],
-    executor: Callable[[int], Executor],
-    terms: WorkerSettings,
+    make_executor: Callable[[int], Executor],
+    settings: WorkerSettings,
     *,
     once: bool = False,
     stop: anyio.Event | Callable[[], bool] | None = None,
 ) -> int:
-    """The same, with bodies run by `executor(concurrency)`."""
-    plane, names = _where(queues)
-    terms.check()
+    """Do what `run_worker` does, with bodies run by the executor that `make_executor(concurrency)` returns."""
+    plane, names = _plane_and_names(queues)
+    settings.check()
     if once:
-        terms = replace(terms, concurrency=1)
-    return await Worker(plane, names, executor(terms.concurrency), terms).run(once=once, stop=stop)
+        settings = replace(settings, concurrency=1)
+    worker = Worker(plane, names, make_executor(settings.concurrency), settings)
+    return await worker.run(once=once, stop=stop)
 
 
-def _where(queues: Queue | Sequence[Queue]) -> tuple[Plane, list[str]]:
-    named = list(queues) if isinstance(queues, Sequence) else [queues]
-    if not named or any(queue.dispatch is not named[0].dispatch for queue in named):
-        raise ValueError("expected one queue or several of the same dispatch plane; run one worker for each plane")
-    return named[0].dispatch, [queue.name for queue in named]
-
-
-def _folder(root: str | os.PathLike[str] | None) -> Path:
+def _root_folder(root: str | os.PathLike[str] | None) -> Path:
     return Path(os.path.abspath(root or read_settings().root or ""))
 
 
-class Worker:
-    """One worker on one event loop: slots, the claims in them, and what stops them."""
+def _plane_and_names(queues: Queue | Sequence[Queue]) -> tuple[Plane, list[str]]:
+    all_queues = list(queues) if isinstance(queues, Sequence) else [queues]
+    if not all_queues or any(queue.dispatch is not all_queues[0].dispatch for queue in all_queues):
+        raise ValueError("expected one queue or several of the same dispatch plane; run one worker for each plane")
+    return all_queues[0].dispatch, [queue.name for queue in all_queues]
 
-    def __init__(self, plane: Plane, queues: Sequence[str], executor: Executor, terms: WorkerSettings) -> None:
+
+class Worker:
+    """One worker on one event loop.
+
+    The way of a claim: `_claim_loop` takes it from the plane, `_start_claims` gives it to a slot, `_run_claim` has the
+    executor run its body and delivers the outcome. `_stop_body` is how a cancellation, a timeout, a lost claim or the
+    worker's end reaches a body that runs.
+    """
+
+    def __init__(self, plane: Plane, queues: Sequence[str], executor: Executor, settings: WorkerSettings) -> None:
         self.id = f"{socket.gethostname()[:32]}-{os.getpid()}-{secrets.token_hex(6)}"
-        self._plane, self._queues, self._executor, self._terms = plane, queues, executor, terms
-        self._running: dict[tuple[str, int], ActiveClaim] = {}
-        self._changed: anyio.Event | None = None  # while somebody waits for a body's end
+        self._plane = plane
+        self._queues = queues
+        self._executor = executor
+        self._settings = settings
+        self._claims: dict[tuple[str, int], ActiveClaim] = {}
+        self._claim_ended: anyio.Event | None = None  # only while a task waits for it
+        self._claims_alone = False
+        """Nothing is claimed while a body runs, because one of them may kill this process."""
         self._context = contextvars.copy_context()
-        self._claiming = anyio.CancelScope()
-        self._alone = False
-        self._leaving = False
-        self._goodbyes: set[anyio.CancelScope] = set()
+        self._shutdown = Shutdown(plane, self.id)
         self._jobs = 0
 
     async def run(self, *, once: bool, stop: anyio.Event | Callable[[], bool] | None) -> int:
         """Work until stopped; see `run_worker`."""
-        self._keeper = LeaseKeeper(self._plane, self.id, self._terms.lease, self._told)
+        self._keeper = LeaseKeeper(self._plane, self.id, self._settings.lease, self._on_lease_news)
         failure: BaseException | None = None
         try:
             with worker_runs_here():
                 async with anyio.create_task_group() as self._group:
-                    self._slots = Slots(self._group, self._run)
+                    self._slots = Slots(self._group, self._run_claim)
                     self._keeper.start(self._group)
                     try:
                         await self._work(once, stop)
                     finally:
-                        self._leave()
+                        self._shutdown.begin()
+                        for claim in list(self._claims.values()):
+                            self._stop_body(claim, "shutdown")
                         self._group.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             failure = next(leaves(group))
         finally:
             if self._slots.waiting:
-                await self._release([running.claimed for running in self._slots.waiting])
+                await self._shutdown.release([claim.claimed for claim in self._slots.waiting])
             self._keeper.stop()
-            with anyio.move_on_after(GOODBYE, shield=True):
+            with anyio.move_on_after(SHUTDOWN_TIMEOUT, shield=True):
                 await self._plane.settled()
                 await self._keeper.ended()
         if failure is not None:
@@ -164,231 +195,214 @@ class Worker:
         return self._jobs
 
     async def _work(self, once: bool, stop: anyio.Event | Callable[[], bool] | None) -> None:
-        if self._terms.timeout is not None:
-            self._group.start_soon(self._watch_clock, self._terms.timeout)
+        if self._settings.timeout is not None:
+            self._group.start_soon(watch_timeouts, self._claims, self._settings.timeout, self._stop_body)
         if stop is not None:
-            self._group.start_soon(self._watch_stop, stop)
-        with self._claiming:
-            await self._claim(once)
-        with anyio.move_on_after(None if once else self._terms.grace):
-            while self._running:
-                await self._change()
+            self._group.start_soon(self._shutdown.drain_when, stop)
+        claiming_ended = anyio.Event()
+        self._group.start_soon(self._claim_loop, once, claiming_ended)
+        await claiming_ended.wait()
+        with anyio.move_on_after(None if once else self._settings.grace):
+            while self._claims:
+                await self._wait_for_claim_end()
 
-    # Claiming
+    # --- claiming ---
 
-    async def _claim(self, once: bool) -> None:
-        terms, delay, reached, refusals = self._terms, 0.5, False, Refusals(self._terms.lease)
-        claimer = self._plane.claimer(self._queues, self.id, lease=terms.lease, max_lost=terms.max_lost)
+    async def _claim_loop(self, once: bool, ended: anyio.Event) -> None:
+        """Claim as many invocations as there are free slots, again and again, and start their bodies.
+
+        Ends when the worker drains; with `once` after one claim. Then it sets `ended`.
+        """
+        settings = self._settings
+        claimer = self._plane.claimer(self._queues, self.id, lease=settings.lease, max_lost=settings.max_lost)
+        reached = False
+        outage: _ClaimOutage | None = None
         try:
-            while True:
-                while len(self._running) >= terms.concurrency or (self._alone and self._busy):
-                    claimer.rest()
-                    await self._change()
-                self._alone = False
-                if not once and (rest := self._executor.paused_until - time.monotonic()) > 0:
-                    claimer.rest()
-                    await anyio.sleep(rest)
-                    continue
-                try:
-                    limit = terms.concurrency - len(self._running)
-                    found = await (claimer.look(limit) if once else claimer.next(limit, [*self._running]))
-                except DispatchError as exc:
-                    far = reached and not self._plane.local and not refusals.lasted(exc)
-                    if once or not (far or isinstance(exc, PlaneUnavailable)):
-                        raise
-                    logger.warning("no claims, again in %.1f s: %s", delay, exc)
-                    await anyio.sleep(delay)
-                    delay = min(delay * 2, 10.0)
-                    continue
-                delay, reached, refusals = 0.5, True, Refusals(terms.lease)
-                self._begin([claimed for claimed in found if (claimed.id, claimed.attempt) not in self._running])
-                if once:
-                    return
+            with self._shutdown.claiming:
+                while True:
+                    await self._wait_until_claimable(claimer, once)
+                    limit = settings.concurrency - len(self._claims)
+                    try:
+                        if once:
+                            found = await claimer.look(limit)
+                        else:
+                            found = await claimer.next(limit, [*self._claims])
+                    except DispatchError as exc:
+                        if outage is None:
+                            outage = _ClaimOutage(settings.lease, repeats_all=reached and not self._plane.local)
+                        if once or not outage.repeats(exc):
+                            raise
+                        await outage.pause(exc)
+                        continue
+                    reached = True
+                    outage = None
+                    self._start_claims([one for one in found if (one.id, one.attempt) not in self._claims])
+                    if once:
+                        return
         finally:
             claimer.rest()
+            ended.set()
 
-    def _begin(self, found: Sequence[Claimed]) -> None:
-        """Start what was claimed, as far as it can start now; the rest goes back, for others to take.
+    async def _wait_until_claimable(self, claimer: Claimer, once: bool) -> None:
+        """Wait for a free slot and for the executor. What is submitted meanwhile is left to other workers."""
+        while True:
+            if len(self._claims) >= self._settings.concurrency or (self._claims_alone and self._body_runs()):
+                claimer.rest()
+                await self._wait_for_claim_end()
+                continue
+            self._claims_alone = False
+            pause = self._executor.paused_until - time.monotonic()
+            if pause <= 0 or once:
+                return
+            claimer.rest()
+            await anyio.sleep(pause)
 
-        A row lost twice may be what kills its process, which must not take its neighbours along: it starts alone, once
-        the others are back in their queues, and until nothing runs nothing is claimed.
+    def _start_claims(self, found: Sequence[Claimed]) -> None:
+        """Start the bodies of new claims, and return those claims to their queues that cannot start now.
+
+        An invocation that was lost `SUSPECT_LOSSES` times may be what kills its worker. No other body should run beside
+        it: it starts when no other body runs, and nothing is claimed before it has ended.
         """
-        now, back = found, list[Claimed]()
-        suspects = [claimed for claimed in found if claimed.lost >= SUSPECT]
+        starting = found
+        returned: list[Claimed] = []
+        suspects = [claimed for claimed in found if claimed.lost >= SUSPECT_LOSSES]
         if suspects:
-            self._alone = True
-            now = [claimed for claimed in found if claimed.lost < SUSPECT] if self._busy else suspects[:1]
-            begun = {claimed.id for claimed in now}
-            back = [claimed for claimed in found if claimed.id not in begun]
-        for claimed in now:
-            running = ActiveClaim(self._plane, self.id, claimed, self._group)
-            self._running[claimed.id, claimed.attempt] = running
+            self._claims_alone = True
+            if self._body_runs():
+                starting = [claimed for claimed in found if claimed.lost < SUSPECT_LOSSES]
+            else:
+                starting = suspects[:1]
+            begun = {claimed.id for claimed in starting}
+            returned = [claimed for claimed in found if claimed.id not in begun]
+        for claimed in starting:
+            claim = ActiveClaim(self._plane, self.id, claimed, self._group)
+            self._claims[claimed.id, claimed.attempt] = claim
             self._keeper.add(claimed.id, claimed.attempt)
-            running.release_first, back = back, []
-            self._slots.give(running)
-        if back:
-            self._group.start_soon(self._release, back)
+            claim.release_first = returned  # before a body starts that may kill this process
+            returned = []
+            self._slots.start(claim)
+        if returned:
+            self._group.start_soon(self._shutdown.release, returned)
 
-    @property
-    def _busy(self) -> bool:
-        """Whether an outcome is still to come from a body that runs here."""
-        return any(running.early is None for running in self._running.values())
+    def _body_runs(self) -> bool:
+        """Return whether the outcome of some claim is still to be decided by its body."""
+        return any(claim.delivered_early is None for claim in self._claims.values())
 
-    async def _release(self, claims: Sequence[Claimed]) -> None:
-        ops = [Requeue(Fence(one.id, self.id, one.attempt)) for one in claims]
-        with self._goodbye("give back what it had not begun"):
-            try:
-                answers = await self._plane.many(ops)
-            except Exception as exc:  # whatever it is, others get them after the lease
-                answers = [exc]
-            for answer in answers:
-                if isinstance(answer, Exception):
-                    logger.warning("a claim that was not begun could not go back: %s", describe(answer).message)
+    # --- running ---
 
-    # Running
-
-    async def _run(self, running: ActiveClaim) -> bool:
-        """Run a body and say what came of it; whether its task can run another."""
-        done: Done | None = None
+    async def _run_claim(self, claim: ActiveClaim) -> bool:
+        """Run the body of a claim and deliver the outcome. Return whether this task can run another one."""
+        outcome: Done | None = None  # of a body that was stopped
         try:
-            if running.release_first:
-                await self._release(running.release_first)
-            id, attempt = running.claimed.id, running.claimed.attempt
-            while attempt > 1 and any(one == id and other < attempt for one, other in self._running):
-                await self._change()  # the older claim was lost, but no body runs twice at a time here
-            done = await self._body(running)
+            if claim.release_first:
+                await self._shutdown.release(claim.release_first)
+            while claim.claimed.attempt > 1 and self._earlier_attempt_runs(claim.claimed):
+                await self._wait_for_claim_end()
+            try:
+                with claim.scope:
+                    outcome = await run_in_context(self._context.copy(), self._executor.run(claim.claimed, claim))
+            except anyio.get_cancelled_exc_class() as exc:
+                if not await self._shutdown.cancelled_from_outside():
+                    claim.task_spoiled = True
+                    outcome = failed(exc)
+            except Exception as exc:  # an error of the executor: what a body raises is its outcome
+                outcome = refused(exc)
         finally:
             self._jobs += 1
             try:
-                await self._settle(running, done)
+                await self._deliver(claim, outcome)
             finally:
-                self._end(running)
-        return not running.spoiled
+                del self._claims[claim.claimed.id, claim.claimed.attempt]
+                self._keeper.discard(claim.claimed.id, claim.claimed.attempt)
+                if self._claim_ended is not None:
+                    self._claim_ended.set()
+                    self._claim_ended = None
+        return not claim.task_spoiled
 
-    async def _body(self, running: ActiveClaim) -> Done | None:
-        """What the body gave; None when it was stopped from outside."""
-        try:
-            with running.scope:
-                return await run_in_context(self._context.copy(), self._executor.run(running.claimed, running))
-        except anyio.get_cancelled_exc_class() as exc:
-            if not await was_cancelled_from_outside(lambda: self._leaving):
-                running.spoiled = True  # on asyncio a body may cancel itself, which its task does not forget
-                return failed(exc)
-        except Exception as exc:  # of the executor, since what a body raises is an outcome
-            return refused(exc)
-        return None
+    def _earlier_attempt_runs(self, claimed: Claimed) -> bool:
+        """Return whether a body of a lost claim of the same invocation still runs here."""
+        return any(id == claimed.id and attempt < claimed.attempt for id, attempt in self._claims)
 
-    async def _settle(self, running: ActiveClaim, done: Done | None) -> None:
-        if running.early is not None:
+    async def _deliver(self, claim: ActiveClaim, outcome: Done | None) -> None:
+        if claim.delivered_early is not None:
             with anyio.CancelScope(shield=True):
-                await running.early.wait()
+                await claim.delivered_early.wait()
             return
-        running.decided = True
-        running.stop_reason = running.stop_reason or ("shutdown" if done is None else None)
-        if done is not None and running.repeatable(done):
+        claim.decided = True
+        if outcome is None and claim.stop_reason is None:
+            claim.stop_reason = "shutdown"
+        if outcome is not None and outcome.state == "succeeded" and not claim.streams:
+            # It does no harm to deliver this outcome twice, so it needs no shield, which would cost more.
             try:
-                await self._say(running, done)
-            except anyio.get_cancelled_exc_class():  # the worker is on its way out
-                running.spoiled = True
+                await claim.deliver(outcome, self._settings)
+            except anyio.get_cancelled_exc_class():  # the worker stops
+                claim.task_spoiled = True
             else:
                 return
-        await self._deliver(running, done)
+        await self._deliver_shielded(claim, outcome)
 
-    async def _deliver(self, running: ActiveClaim, done: Done | None) -> None:
-        """Say what came of it; not cut short by the worker's own end, but not for ever then either."""
-        with self._goodbye(f"deliver the outcome of {running.claimed.id}"):
+    async def _deliver_shielded(self, claim: ActiveClaim, outcome: Done | None) -> None:
+        """Deliver although the worker is cancelled, but in limited time then."""
+        with self._shutdown.finishing(f"deliver the outcome of {claim.claimed.id}"):
             try:
-                await self._say(running, done)
-            except anyio.get_cancelled_exc_class():  # asyncio's own cancellation, which no shield stops, comes once
-                await self._say(running, done)
+                await claim.deliver(outcome, self._settings)
+            except anyio.get_cancelled_exc_class():  # asyncio's own cancellation, which no shield stops; it comes once
+                await claim.deliver(outcome, self._settings)
 
-    async def _say(self, running: ActiveClaim, done: Done | None) -> None:
-        state = await running.deliver(done, self._terms)
-        if state is not None and logger.isEnabledFor(logging.INFO):
-            seconds = time.monotonic() - running.started
-            why = "" if done is None or done.error is None else f", {done.error.type}"
-            logger.info("%s %s %s %.3f s%s", running.claimed.id, running.function, state, seconds, why)
+    async def _wait_for_claim_end(self) -> None:
+        """Wait until a claim has ended and its slot is free."""
+        if self._claim_ended is None:
+            self._claim_ended = anyio.Event()
+        await self._claim_ended.wait()
 
-    def _end(self, running: ActiveClaim) -> None:
-        claimed = running.claimed
-        del self._running[claimed.id, claimed.attempt]
-        self._keeper.discard(claimed.id, claimed.attempt)
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
+    # --- stopping bodies ---
 
-    async def _change(self) -> None:
-        """Wait until a slot comes free."""
-        self._changed = self._changed or anyio.Event()
-        await self._changed.wait()
+    def _on_lease_news(self, claim: tuple[str, int], news: Literal["lost", "cancel"]) -> None:
+        found = self._claims.get(claim)
+        if found is not None:
+            self._stop_body(found, news)
 
-    # Interrupting
+    def _stop_body(self, claim: ActiveClaim, reason: StopReason) -> None:
+        delivered = claim.interrupt(reason)
+        if delivered is not None:
+            self._group.start_soon(self._deliver_early, claim, delivered)
 
-    def _told(self, claim: tuple[str, int], what: Literal["lost", "cancel"]) -> None:
-        running = self._running.get(claim)
-        if running is not None:
-            self._interrupt(running, what)
-
-    def _interrupt(self, running: ActiveClaim, reason: StopReason) -> None:
-        early = running.interrupt(reason)
-        if early is not None:
-            self._group.start_soon(self._deliver_early, running, early)
-
-    async def _deliver_early(self, running: ActiveClaim, delivered: anyio.Event) -> None:
-        """The outcome of a body in a thread does not wait for its end; the slot does, but not for ever."""
+    async def _deliver_early(self, claim: ActiveClaim, delivered: anyio.Event) -> None:
+        """Deliver the outcome of a body in a thread before its end. If it does not end, its slot counts as stuck."""
         try:
-            await self._deliver(running, None)
+            await self._deliver_shielded(claim, None)
         finally:
             delivered.set()
-        self._keeper.discard(running.claimed.id, running.claimed.attempt)
-        await anyio.sleep(self._terms.grace)
-        running.stuck = True
-        if sum(other.stuck for other in self._running.values()) >= self._terms.concurrency:
+        self._keeper.discard(claim.claimed.id, claim.claimed.attempt)
+        await anyio.sleep(self._settings.grace)
+        claim.stuck = True
+        if sum(other.stuck for other in self._claims.values()) >= self._settings.concurrency:
             raise DispatchError(
-                f"every slot of worker {self.id} ({self._terms.concurrency}) is held by a body in a thread that was "
-                f"cancelled or timed out {self._terms.grace} s ago and cannot be stopped: start the worker again, and "
+                f"every slot of worker {self.id} ({self._settings.concurrency}) is held by a body in a thread that was "
+                f"cancelled or timed out {self._settings.grace} s ago and cannot be stopped: start the worker again, and "
                 "write such bodies as `async def`, or so that they end by themselves"
             )
 
-    async def _watch_clock(self, timeout: float) -> None:
-        while True:
-            now, wake = time.monotonic(), timeout
-            for running in list(self._running.values()):
-                left = timeout if running.timeout_start is None else running.timeout_start + timeout - now
-                if running.stoppable and left <= 0:
-                    self._interrupt(running, "timeout")
-                elif running.stoppable:
-                    wake = min(wake, left)
-            await anyio.sleep(wake)
 
-    # The end
+class _ClaimOutage:
+    """Decides whether claims that fail are repeated, and the pause before the next one.
 
-    async def _watch_stop(self, stop: anyio.Event | Callable[[], bool]) -> None:
-        if isinstance(stop, anyio.Event):
-            await stop.wait()
-        else:
-            while not stop():  # noqa: ASYNC110 -- what cannot wake anybody is asked
-                await anyio.sleep(LOOK)
-        self._claiming.cancel()
+    Args:
+        lease: Seconds for which the plane may reject this worker's credentials.
+        repeats_all: Repeat every failure; otherwise only those of a plane out of reach.
+    """
 
-    def _leave(self) -> None:
-        """From now on nothing takes long: bodies are stopped, deliveries have a few seconds."""
-        self._leaving = True
-        for running in list(self._running.values()):
-            self._interrupt(running, "shutdown")
-        for scope in self._goodbyes:
-            scope.deadline = anyio.current_time() + GOODBYE
+    def __init__(self, lease: float, *, repeats_all: bool) -> None:
+        self._repeats_all = repeats_all
+        self._refusals = Refusals(lease)
+        self._backoff = Backoff(FIRST_CLAIM_DELAY, MAX_CLAIM_DELAY, jitter=0.0)
 
-    @contextmanager
-    def _goodbye(self, what: str) -> Generator[None]:
-        """Inside, neither the worker's end nor its cancellation reaches; once it is leaving, time is short."""
-        with anyio.CancelScope(shield=True) as scope:
-            if self._leaving:
-                scope.deadline = anyio.current_time() + GOODBYE
-            self._goodbyes.add(scope)
-            try:
-                yield
-            finally:
-                self._goodbyes.discard(scope)
-        if scope.cancelled_caught:
-            logger.warning("worker %s left before it could %s: others will, after its lease", self.id, what)
+    def repeats(self, exc: DispatchError) -> bool:
+        if self._repeats_all and not self._refusals.lasted(exc):
+            return True
+        return isinstance(exc, PlaneUnavailable)
+
+    async def pause(self, exc: DispatchError) -> None:
+        delay = self._backoff.next_delay()
+        logger.warning("no claims, again in %.1f s: %s", delay, exc)
+        await self._backoff.pause(delay)

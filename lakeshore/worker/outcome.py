@@ -1,15 +1,15 @@
-"""One claim while it runs: who may still decide its outcome, and how that gets to the plane."""
+"""A claim while its body runs, and the delivery of its outcome to the plane."""
 
 from __future__ import annotations
 
 import logging
-import random
 import time
 from typing import TYPE_CHECKING
 
 import anyio
 
 from ..body.execute import Done, Pace, describe, refused
+from ..concurrency.backoff import Backoff
 from ..errors import (
     ClaimLost,
     DispatchError,
@@ -26,6 +26,9 @@ from ..planes.contract.records import Failure
 from ..planes.protocol.errors import TooLarge
 from .executor import LOST
 from .frame_writer import FrameWriter, final_frame
+from .retry import retry_delay
+from .shutdown import GRACE_EXPIRED
+from .timeouts import timeout_failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,47 +45,49 @@ __all__ = ["ActiveClaim"]
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
-_UNSAID = Done("failed", None, Failure("DispatchError", "what came of the body cannot be put into words"), True)
-"""Said in place of an outcome that cannot be written down."""
+FIRST_DELIVERY_DELAY = 0.1
+MAX_DELIVERY_DELAY = 10.0
+"""Seconds between two attempts to deliver an outcome."""
+MAX_DELIVERY_FAILURES = 10
+"""How often a plane elsewhere may fail with an outcome, over a minute or so, before another outcome replaces it."""
 
-GRACE_EXPIRED = Failure("Cancelled", "daemon shutdown grace expired")
-"""The error of an invocation whose child was ended with its worker."""
-
-FAILURES = 10
-"""How often a far side may fail with an outcome, over a minute or so, before something is said in its place."""
+_NOT_ENCODABLE = Done("failed", None, Failure("DispatchError", "the outcome of the body cannot be encoded"), True)
+"""Replaces an outcome that cannot be encoded."""
 
 
 class ActiveClaim:
-    """A claim that occupies a slot, and the `Emit` of its body.
+    """A claim that occupies a slot. For its executor it is the `BodyChannel`.
 
-    Its outcome is decided once: by the body's end, or by an interruption. A body in a thread cannot be stopped, so an
-    interruption decides at once, and the slot stays taken until the thread ends; any other body is cancelled first, and
-    decides by how it ends.
+    Its outcome is decided once: by the end of the body, or by an interruption. A body in a thread cannot be stopped.
+    Therefore its interruption decides at once, and the slot stays occupied until the thread ends. Any other body is
+    cancelled, and the way it ends decides.
     """
 
     function = "?"
     in_thread = False
-    release_first: Sequence[Claimed] = ()
-    """Claims to give back before the body starts."""
-    spoiled = False
-    """The body has cancelled its own task."""
     kill_at_shutdown = False
+    release_first: Sequence[Claimed] = ()
+    """Claims to return to their queues before the body starts."""
+    task_spoiled = False
+    """The task of the body has been cancelled, and can run no other body."""
 
     def __init__(self, plane: Plane, worker: str, claimed: Claimed, group: TaskGroup) -> None:
-        self.claimed, self.fence = claimed, Fence(claimed.id, worker, claimed.attempt)
+        self.claimed = claimed
+        self.fence = Fence(claimed.id, worker, claimed.attempt)
         self.scope = anyio.CancelScope()
         self.started = time.monotonic()
         self.timeout_start: float | None = self.started
         self.stop_reason: StopReason | None = None
         self.decided = False
-        self.early: anyio.Event | None = None
-        """Where the outcome was decided before the body's end: set when it is delivered."""
+        self.delivered_early: anyio.Event | None = None
+        """Set once the outcome is delivered, if that was decided before the body's end."""
         self.stuck = False
-        """It was, and the body has not ended in the time that it got for that."""
-        self._plane, self._group = plane, group
+        """The outcome was decided early, and the body has not ended within the setting `grace`."""
+        self._plane = plane
+        self._group = group
         self._writer: FrameWriter | None = None
 
-    # What the body sees
+    # --- for the body ---
 
     def begin(self) -> None:
         self._writer = FrameWriter(self._plane, self.fence, self.claimed, self._group)
@@ -99,122 +104,156 @@ class ActiveClaim:
         assert self._writer is not None
         await self._writer.room()
 
-    # What the worker does with it
+    # --- for the worker ---
 
     @property
     def stoppable(self) -> bool:
         """Whether an interruption still makes a difference."""
         return self.stop_reason is None and not self.decided
 
+    @property
+    def streams(self) -> bool:
+        """Whether the body is a generator that has begun."""
+        return self._writer is not None
+
     def interrupt(self, reason: StopReason) -> anyio.Event | None:
-        """Stop the body for `reason`. Where it cannot be stopped, the event to set after delivering without it."""
+        """Stop the body.
+
+        Returns:
+            None, or for a body in a thread, which cannot be stopped, `delivered_early`: the caller delivers the outcome
+            now, and then sets this event.
+        """
         if not self.stoppable:
             return None
         self.stop_reason = reason
         if self.in_thread and self._writer is not None:
             self._writer.stop(f"its body was stopped ({reason})")
         if self.in_thread and reason != "shutdown":
-            self.decided, self.early = True, anyio.Event()
-            return self.early
+            self.decided = True
+            self.delivered_early = anyio.Event()
+            return self.delivered_early
         self.scope.cancel()
         return None
 
-    def repeatable(self, done: Done) -> bool:
-        """Whether it does no harm to say this outcome twice: then saying it needs no shield, which would cost more."""
-        return done.state == "succeeded" and self._writer is None
+    async def deliver(self, outcome: Done | None, settings: WorkerSettings) -> str | None:
+        """Deliver the outcome to the plane, for as long as that takes, and log it.
 
-    async def deliver(self, done: Done | None, terms: WorkerSettings) -> str | None:
-        """Say to the plane what came of it, for as long as that takes; the state that it has now, None when lost.
+        Args:
+            outcome: What the executor returned; None if the body was stopped.
+            settings: The settings of the worker.
 
-        done: what the body gave, None when it was stopped.
+        Returns:
+            The state of the invocation now; None if the claim was lost or nothing could be delivered.
         """
-        delay, failures, refusals = 0.1, 0, Refusals(terms.lease)
+        retry: _DeliveryRetry | None = None
         while True:
             try:
-                return await self._deliver(done, terms)
+                state = await self._deliver_once(outcome, settings)
             except (ClaimLost, InvocationNotFound) as exc:
                 logger.warning("%s", exc)
                 return None
-            except PlaneUnavailable as exc:
-                refusals.end()
-                logger.warning("the outcome of %s is kept until the plane is back: %s", self.claimed.id, exc)
             except Exception as exc:
-                failures += 1
-                lasted = refusals.lasted(exc)
-                if self._may_pass(exc) and not (lasted if isinstance(exc, NotAuthorized) else failures >= FAILURES):
-                    logger.warning("the outcome of %s is kept, the plane fails with: %s", self.claimed.id, exc)
-                    await anyio.sleep(delay * random.uniform(0.5, 1.5))
-                    delay = min(delay * 2, 10.0)
-                    continue
-                instead = _instead(done, exc)
-                if instead is None:
-                    logger.error("the outcome of %s cannot be delivered: %s", self.claimed.id, describe(exc).message)
-                    return None
-                done = instead
-            await anyio.sleep(delay * random.uniform(0.5, 1.5))
-            delay = min(delay * 2, 10.0)
+                if retry is None:
+                    retry = _DeliveryRetry(self.claimed.id, self._plane, settings.lease)
+                if not retry.repeats(exc):
+                    replacement = _replacement(outcome, exc)
+                    if replacement is None:
+                        logger.error(
+                            "the outcome of %s cannot be delivered: %s", self.claimed.id, describe(exc).message
+                        )
+                        return None
+                    outcome = replacement
+            else:
+                if logger.isEnabledFor(logging.INFO):
+                    error = "" if outcome is None or outcome.error is None else f", {outcome.error.type}"
+                    seconds = time.monotonic() - self.started
+                    logger.info("%s %s %s %.3f s%s", self.claimed.id, self.function, state, seconds, error)
+                return state
+            await retry.pause()
 
-    def _may_pass(self, exc: Exception) -> bool:
-        """Whether a far side may have failed for a reason that is not in what it was told."""
-        return not self._plane.local and isinstance(exc, DispatchError) and not isinstance(exc, TooLarge)
-
-    async def _deliver(self, done: Done | None, terms: WorkerSettings) -> str:
+    async def _deliver_once(self, outcome: Done | None, settings: WorkerSettings) -> str:
         if self._writer is not None:
             await self._writer.drain()
             error = self._writer.error
             if error is not None and self.in_thread and self.stop_reason is not None:
-                done = None  # what it had still to write is gone, so it has not succeeded whatever it says
+                outcome = None  # values are missing, so the body has not succeeded, whatever it returned
             elif isinstance(error, (ClaimLost, InvocationNotFound)):
                 raise error
             elif error is not None:
-                done = refused(error)
-        op = self._operation(done, terms)
+                outcome = refused(error)
+        op = self._operation(outcome, settings)
         answer = await self._plane.do(op)
         return op.state if isinstance(op, Finish) else str(answer.state)
 
-    def _operation(self, done: Done | None, terms: WorkerSettings) -> Finish | Requeue:
-        stopped = done is None or done.state != "succeeded"
+    def _operation(self, outcome: Done | None, settings: WorkerSettings) -> Finish | Requeue:
+        """Return the operation that ends this attempt: the end of the invocation, its retry, or its release."""
         if self.stop_reason == "timeout":
-            error = Failure("TimeoutError", f"the body ran longer than this worker's timeout of {terms.timeout} s")
-            return self._finish("timeout", None, error)
-        if self.stop_reason == "cancel" and stopped:
-            return self._finish("killed", None, CANCELLED_RUNNING)
-        if self.stop_reason == "shutdown" and stopped and self.kill_at_shutdown:
-            return self._finish("killed", None, GRACE_EXPIRED)
-        if done is None or (self.stop_reason == "shutdown" and stopped):
+            return self._finish("timeout", None, timeout_failure(settings.timeout))
+        if outcome is None or outcome.state != "succeeded":
+            if self.stop_reason == "cancel":
+                return self._finish("killed", None, CANCELLED_RUNNING)
+            if self.stop_reason == "shutdown":
+                if self.kill_at_shutdown:
+                    return self._finish("killed", None, GRACE_EXPIRED)
+                return Requeue(self.fence)
+        if outcome is None:
             return Requeue(self.fence)
-        again = self.claimed.failures < terms.retries
-        if done.state == LOST:
-            again = again or self.claimed.failures + self.claimed.lost + 1 < terms.max_lost
-            done = done._replace(state="failed")
-        if done.error is not None and not done.final and again:
-            return Requeue(self.fence, "retry", _backoff(self.claimed.failures), done.error)
-        return self._finish(done.state, done.result, done.error)
+        if outcome.error is not None:
+            delay = retry_delay(self.claimed, outcome, settings)
+            if delay is not None:
+                return Requeue(self.fence, "retry", delay, outcome.error)
+        state = "failed" if outcome.state == LOST else outcome.state
+        return self._finish(state, outcome.result, outcome.error)
 
     def _finish(self, state: str, result: bytes | None, error: Failure | None) -> Finish:
         final = None
-        if self._writer is not None or error is not None:
-            seq = self.claimed.next_seq if self._writer is None else self._writer.flushed
-            final = final_frame(seq, error, state)
+        if self._writer is not None:
+            final = final_frame(self._writer.flushed, error, state)
+        elif error is not None:
+            final = final_frame(self.claimed.next_seq, error, state)
         return Finish(self.fence, state, result, error, final)
 
 
-def _instead(done: Done | None, exc: Exception) -> Done | None:
-    """What to say where `done` could not be said; None where nothing is left that would be worth saying."""
-    if done is _UNSAID:
+class _DeliveryRetry:
+    """Decides what happens after an outcome could not be delivered, and the pause before the next attempt."""
+
+    def __init__(self, id: str, plane: Plane, lease: float) -> None:
+        self._id = id
+        self._local = plane.local
+        self._failures = 0
+        self._refusals = Refusals(lease)
+        self._backoff = Backoff(FIRST_DELIVERY_DELAY, MAX_DELIVERY_DELAY)
+
+    def repeats(self, exc: Exception) -> bool:
+        """Return whether the same outcome should be delivered again after `exc`."""
+        if isinstance(exc, PlaneUnavailable):
+            self._refusals.end()
+            logger.warning("the outcome of %s is kept until the plane is back: %s", self._id, exc)
+            return True
+        self._failures += 1
+        too_long = self._refusals.lasted(exc)
+        if not isinstance(exc, NotAuthorized):
+            too_long = self._failures >= MAX_DELIVERY_FAILURES
+        if too_long or self._local or isinstance(exc, TooLarge) or not isinstance(exc, DispatchError):
+            return False
+        logger.warning("the outcome of %s is kept, the plane fails with: %s", self._id, exc)
+        return True
+
+    async def pause(self) -> None:
+        await self._backoff.pause()
+
+
+def _replacement(outcome: Done | None, exc: Exception) -> Done | None:
+    """Return what to deliver in place of an outcome that the plane does not take; None if nothing is left."""
+    if outcome is _NOT_ENCODABLE:
         return None
     if isinstance(exc, EncodeError) or not isinstance(exc, LakeshoreError):
-        return _UNSAID
-    if done is None or done.result is None:
+        return _NOT_ENCODABLE
+    if outcome is None or outcome.result is None:
         return None
     return refused(
         DispatchError(
-            f"the plane does not take a result of {len(done.result)} bytes: {exc}; "
+            f"the plane does not take a result of {len(outcome.result)} bytes: {exc}; "
             "return less, or write it to a file and return its key"
         )
     )
-
-
-def _backoff(failures: int) -> float:
-    """Seconds before the next attempt: from half a second on, doubled by each failure up to a minute, with jitter."""
-    return min(0.5 * 2.0 ** min(failures, 10), 60.0) * random.uniform(0.75, 1.25)

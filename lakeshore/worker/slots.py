@@ -1,17 +1,15 @@
-"""The tasks that bodies run in: as many as run at once, each used again and again.
+"""Tasks that run bodies one after another, and a context of its own for each body.
 
-A task for every invocation costs more than many an invocation does. What makes a task one's own, its context variables,
-each run still has to itself.
+To start a task for every invocation costs more than many invocations do. Therefore tasks are used again.
 """
 
 from __future__ import annotations
 
-import math
+import types
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
-from anyio.lowlevel import checkpoint
 
 if TYPE_CHECKING:
     import contextvars
@@ -19,24 +17,28 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-__all__ = ["Slots", "run_in_context", "was_cancelled_from_outside"]
+__all__ = ["Slots", "run_in_context"]
 
 T = TypeVar("T")
 
 
 class Slots(Generic[T]):
-    """Runs `run(item)` for each item given, in tasks of `group`; one more is started when all are busy.
+    """Runs items in tasks of a task group. A new task is started only when every other one is busy.
 
-    `run` answers whether its task can be used again. Items that no task had begun when the group ended are in `waiting`.
+    Args:
+        group: The task group of the tasks.
+        run: Runs one item. It returns False if its task cannot be used again.
     """
 
     def __init__(self, group: TaskGroup, run: Callable[[T], Awaitable[bool]]) -> None:
-        self._group, self._run = group, run
+        self._group = group
+        self._run = run
         self._idle: list[anyio.Event] = []
         self.waiting: deque[T] = deque()
+        """Items that no task has started. After the end of the group they will never be started."""
 
-    def give(self, item: T) -> None:
-        """Have `item` run, at once."""
+    def start(self, item: T) -> None:
+        """Run `item` as soon as the event loop comes to it."""
         self.waiting.append(item)
         if self._idle:
             self._idle.pop().set()
@@ -44,61 +46,45 @@ class Slots(Generic[T]):
             self._group.start_soon(self._slot)
 
     async def _slot(self) -> None:
-        usable = True
-        while usable:
-            while self.waiting and usable:
-                usable = await self._run(self.waiting.popleft())
-            if usable:
-                wake = anyio.Event()
-                self._idle.append(wake)
-                try:
-                    await wake.wait()
-                except anyio.get_cancelled_exc_class():
-                    if self._left(wake):
-                        raise
-                    return
-
-    def _left(self, wake: anyio.Event) -> bool:
-        """An idle task was cancelled: whether with its group, or because its last body had cancelled it, which the task
-        met only now. What it was given in this very moment another one runs."""
-        ending = self._group.cancel_scope.cancel_called
-        if wake in self._idle:
-            self._idle.remove(wake)
-        elif self.waiting and not ending:
-            self._group.start_soon(self._slot)
-        return ending
-
-
-class run_in_context(Generic[T]):
-    """Await a coroutine with each of its steps in `context`, as if it were a task of its own."""
-
-    __slots__ = ("_context", "_coro")
-
-    def __init__(self, context: contextvars.Context, coro: Coroutine[Any, Any, T]) -> None:
-        self._context, self._coro = context, coro
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        step, value = self._coro.send, None
         while True:
+            while self.waiting:
+                if not await self._run(self.waiting.popleft()):
+                    return
+            wake = anyio.Event()
+            self._idle.append(wake)
             try:
-                asked = self._context.run(step, value)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            try:
-                step, value = self._coro.send, (yield asked)
-            except BaseException as exc:  # a cancellation, or the end of the outer coroutine, is the inner one's too
-                step, value = self._coro.throw, exc
+                await wake.wait()
+            except anyio.get_cancelled_exc_class():
+                if self._group.cancel_scope.cancel_called:
+                    self._remove_idle(wake)
+                    raise
+                # The last body had cancelled its own task, which meets that cancellation only now.
+                if not self._remove_idle(wake) and self.waiting:
+                    self._group.start_soon(self._slot)  # for the item that this task has just been woken for
+                return
 
-
-async def was_cancelled_from_outside(told: Callable[[], bool]) -> bool:
-    """Whether what has just cancelled this task is not the task itself, as a body may do on asyncio.
-
-    A scope tells at once. Who cancels all tasks in asyncio's own way has cancelled another, too, that tells by `told`, soon.
-    """
-    if anyio.current_effective_deadline() == -math.inf:
+    def _remove_idle(self, wake: anyio.Event) -> bool:
+        """Take a task off the idle ones. Return False if it has been woken meanwhile."""
+        if wake not in self._idle:
+            return False
+        self._idle.remove(wake)
         return True
-    with anyio.CancelScope(shield=True):
-        for _ in range(10):
-            await checkpoint()
-    return told()
+
+
+@types.coroutine
+def run_in_context(context: contextvars.Context, coro: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Await `coro` with each of its steps in `context`, as if it had a task of its own."""
+    step: Callable[[Any], Any] = coro.send
+    value: Any = None
+    while True:
+        try:
+            awaited = context.run(step, value)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        try:
+            value = yield awaited
+            step = coro.send
+        except BaseException as exc:  # a cancellation, or the end of the outer coroutine: `coro` gets it, too
+            value = exc
+            step = coro.throw

@@ -257,12 +257,12 @@ class Faulty:
         (
             lambda: Done("failed", None, Failure("Half\ud800", "words"), True),
             "DispatchError",
-            "what came of the body cannot be put into words",
+            "the outcome of the body cannot be encoded",
         ),
         (
             lambda: Done("failed", None, Failure("Error", "half a pair \ud800"), True),
             "DispatchError",
-            "what came of the body cannot be put into words",
+            "the outcome of the body cannot be encoded",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from dreamlake.lakeshore.concurrency import per_loop
 from dreamlake.lakeshore.planes.contract.operations import Append, Beat, Claim, Claimed, Fence, Finish, Reap, Requeue
 from dreamlake.lakeshore.planes.lease_keeper import LeaseKeeper
 from dreamlake.lakeshore.testing import running_worker
-from dreamlake.lakeshore.worker import loop as loop_module
+from dreamlake.lakeshore.worker import shutdown
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -318,7 +318,7 @@ async def test_once_says_that_the_plane_is_out(recorded: Recorded) -> None:
 async def test_a_worker_that_is_cancelled_during_an_outage_ends_all_the_same(
     recorded: Recorded, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_module, "GOODBYE", 0.5)
+    monkeypatch.setattr(shutdown, "SHUTDOWN_TIMEOUT", 0.5)
     queue = dls.Queue("q", dispatch=recorded)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as group:

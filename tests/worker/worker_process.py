@@ -109,7 +109,7 @@ def die_before_a_claim() -> None:
 
 
 def arm() -> None:
-    before(Worker, "_begin", "between claim and start")
+    before(Worker, "_start_claims", "between claim and start")
     before(ActiveClaim, "deliver", "between result and ack")
     if "commit of" in MOMENT:
         Commit().wrap_transaction()
