@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from http_children import processes, serve
 
-from dreamlake.lakeshore.planes.remote_plane import HELD_S
+from dreamlake.lakeshore.planes.remote_plane import POLL_TIMEOUT
 
 if TYPE_CHECKING:
     from figures import Bench
@@ -18,7 +18,7 @@ __all__ = ["crowd", "idle"]
 
 def idle(bench: Bench) -> None:
     """The CPU of a worker without work and of a process with one wait, and the requests that each sends."""
-    window = bench.size(2 * int(HELD_S), 2)
+    window = bench.size(2 * int(POLL_TIMEOUT), 2)
     with processes(bench) as children:
         servers = {name: serve(bench, children) for name in ("idle-worker", "idle-waiter")}
         urls = {name: server.url for name, server in servers.items()}
@@ -57,7 +57,7 @@ def crowd(bench: Bench) -> None:
         memory = (server.child.usage().memory - before) / (processes_ * each)
         for _ in bench.each_round():
             cpu, since = server.child.usage().cpu, time.perf_counter()
-            time.sleep(bench.size(int(HELD_S), 1))
+            time.sleep(bench.size(int(POLL_TIMEOUT), 1))
             used = server.child.usage().cpu - cpu
             bench.add("crowd-server", "% of a core", 100 * used / (time.perf_counter() - since))
             bench.add("crowd-memory", "kB a worker", memory / 1e3)

@@ -281,7 +281,7 @@ async def _everything(plane: dls.MongoDispatch) -> None:
     await plane.retry(_fence(claims[3]), delay=0.01)
     await anyio.sleep(0.05)
     await plane.do(Reap())
-    await plane.look(ids)
+    await plane.current_outcomes(ids)
     await plane.page(claims[0].id)
     await plane.page(claims[0].id, 1)
     for fields in (

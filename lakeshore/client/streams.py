@@ -333,7 +333,7 @@ class CallCursor(ValueCursor):
         if not self._submitted and not self.ended:
             self._token = loop_token()
             if self._mine:  # for when the loop, or the program, ends in the middle of it
-                self._owed = await self._plane.farewells()
+                self._owed = await self._plane.cancel_on_close()
                 self._owed.add(self._op.id)
             self.id = await self._plane.do(self._op)
             self._submitted = True

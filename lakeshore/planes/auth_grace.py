@@ -8,10 +8,10 @@ import anyio
 
 from ..errors import NotAuthorized
 
-__all__ = ["Refusals"]
+__all__ = ["AuthGrace"]
 
 
-class Refusals:
+class AuthGrace:
     """For how long a plane has refused who asks. For a moment it may do so without meaning it, as while it starts anew or
     its tokens are written again: nothing is given up before that has lasted for `lease` seconds without a break."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .contract.news import Cursor, Kind, News
     from .engine import Engine
 
-__all__ = ["Together", "together"]
+__all__ = ["AwaitMany", "await_many"]
 
 SLICE = 200
 """Invocations that are looked up at a time: their results may be large."""
@@ -31,7 +31,7 @@ SMALL_FIRST = 0.75
 """How often those go first."""
 
 
-class Together(NamedTuple):
+class AwaitMany(NamedTuple):
     """What there is, of what was asked for. more: something was left out, for the answer's size."""
 
     outcomes: list[Outcome]
@@ -39,9 +39,9 @@ class Together(NamedTuple):
     more: bool
 
 
-async def together(
+async def await_many(
     engine: Engine, ids: Sequence[str], cursors: Sequence[Cursor], *, timeout: float, linger: float = 0.0
-) -> Together:
+) -> AwaitMany:
     """Wait up to `timeout` seconds until one of `ids` has ended, or there is something after one of `cursors`.
 
     Then wait up to `linger` seconds for more. An id that is unknown has an outcome that says so, at once. With a
@@ -53,7 +53,7 @@ async def together(
     if timeout <= 0:
         await wait.look(None, empty=True)
         return wait.found()
-    engine.hub.enter(topics, wait)
+    engine.hub.subscribe(topics, wait)
     try:
         await wait.look(None)
         wait.doubt()
@@ -66,7 +66,7 @@ async def together(
                     await wait.news()
         return wait.found()
     finally:
-        engine.hub.leave(topics, wait)
+        engine.hub.unsubscribe(topics, wait)
 
 
 class _Wait(Waiter):
@@ -82,7 +82,7 @@ class _Wait(Waiter):
         self._pages: dict[Cursor, Page] = {}
         self._size, self._more = 0, False
 
-    def hear(self, news: News) -> None:
+    def receive(self, news: News) -> None:
         if news.outcome is not None:
             self.told.append(news.outcome)
         else:
@@ -103,7 +103,7 @@ class _Wait(Waiter):
         """Whether there is still something to wait for, and room for it."""
         return not self._more and len(self._outcomes) + len(self._pages) < len(self.ids) + len(self._cursors)
 
-    def found(self) -> Together:
+    def found(self) -> AwaitMany:
         """Small outcomes and large ones not in one answer: who waits for a small one does not wait for the others' bytes.
 
         Mostly the small ones go first, for they are soon gone; not always, or many of them would keep the large for ever.
@@ -114,8 +114,8 @@ class _Wait(Waiter):
             first = random.random() < SMALL_FIRST
             outcomes, more = small if first else [one for one in outcomes if _size(one) > LARGE], True
             if not first:
-                return Together(outcomes, [], more)
-        return Together(outcomes, list(self._pages.items()), more)
+                return AwaitMany(outcomes, [], more)
+        return AwaitMany(outcomes, list(self._pages.items()), more)
 
     async def news(self) -> None:
         """Wait for news, and take it in. Raises PlaneUnavailable when the plane is closed meanwhile."""

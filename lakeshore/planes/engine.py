@@ -48,7 +48,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Store)
 E = TypeVar("E")
 
-CURIOUS, LOOK = 4, 1.0
+MAX_DESCRIBERS, DESCRIBE_TIMEOUT = 4, 1.0
 """How many at a time may ask, after a wait in vain, how the invocation stands; and for how many seconds."""
 
 
@@ -73,8 +73,8 @@ class Engine:
         self._looks: Batcher[str, Outcome] = Batcher(self._outcomes)
         self._at_once = store if isinstance(store, AtOnce) and at_home(store.home) else None
         self._orphans: set[anyio.Event] = set()
-        self._curious = 0
-        self.farewells: set[str] = set()
+        self._describers = 0
+        self.cancel_on_close: set[str] = set()
         """Invocations to cancel when this engine closes: their callers, whose calls they are, have not said goodbye."""
 
     def do(self, op: Operation) -> Awaitable[Any]:
@@ -125,7 +125,7 @@ class Engine:
             for op, answer in zip(ops, answers, strict=True):
                 if type(op) is not idle and not isinstance(answer, Exception):
                     for news in news_of(op, answer):
-                        self.hub.tell(news)
+                        self.hub.publish(news)
 
     def _orphan(self, op: Operation, answer: Any) -> None:
         """The caller left while its operation was under way: what it claimed goes back."""
@@ -154,18 +154,18 @@ class Engine:
     async def _outcomes(self, ids: Sequence[str]) -> Sequence[Outcome]:
         return await across(self.store.home, self.store.outcomes, ids)
 
-    async def standing(self, id: str) -> str:
+    async def describe(self, id: str) -> str:
         """How an invocation stands, in words. That is one read for each that asks: it is left where many do, or it lasts."""
-        if self._curious < CURIOUS:
-            self._curious += 1
+        if self._describers < MAX_DESCRIBERS:
+            self._describers += 1
             try:
-                with anyio.move_on_after(LOOK):
+                with anyio.move_on_after(DESCRIBE_TIMEOUT):
                     for row in await self.read(self.store.rows, RowFilter(id=id, limit=1)):
-                        return row.standing()
+                        return row.describe()
             except LakeshoreError as exc:
                 logger.debug("how invocation %s stands cannot be said: %s", id, exc)
             finally:
-                self._curious -= 1
+                self._describers -= 1
         return "it goes on"
 
     async def read(self, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
@@ -177,7 +177,7 @@ class Engine:
     async def _watch(self) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(self._tick)
-            await self.store.watch(self.hub, self.hub.tell)
+            await self.store.watch(self.hub, self.hub.publish)
 
     async def _tick(self) -> None:
         while True:
@@ -207,37 +207,37 @@ class Engine:
             await orphan.wait()
         self.closed = True
         await self._looks.idle()
-        if self.farewells:
-            await across(self.store.home, self.store.apply, [Cancel(id) for id in self.farewells])
-            self.farewells.clear()
+        if self.cancel_on_close:
+            await across(self.store.home, self.store.apply, [Cancel(id) for id in self.cancel_on_close])
+            self.cancel_on_close.clear()
         await across(self.store.home, self.store.close)
 
 
 class Outage:
     """A plane that does not answer: one line is said when that lasts, one when it is over; and who waits for its end."""
 
-    LASTS = 5.0
-    FIRST = 0.5
+    LOG_AFTER = 5.0
+    LOG_AFTER_AT_START = 0.5
     """Seconds after the question for a far plane that has not answered yet: its address may be wrong. Not for who has so
     little patience that the error itself comes soon."""
-    WAKES = 0.5
+    WAKE_AFTER = 0.5
     """Seconds of silence whose end wakes those who pause: not so where some requests fail and others do not."""
 
     def __init__(self, plane: str, *, far: bool = False) -> None:
         self.far = far
         """It is reached by an operation only, not by being opened."""
-        self._plane, self._since, self._told, self._answered = plane, 0.0, False, not far
+        self._plane, self._since, self._logged, self._answered = plane, 0.0, False, not far
         self._pausing: set[Callable[[], object]] = set()  # on any event loop
 
-    def goes_on(self, exc: PlaneUnavailable, patience: float, asked: float = math.inf) -> None:
+    def record_failure(self, exc: PlaneUnavailable, patience: float, asked: float = math.inf) -> None:
         """It did not answer. `asked`: when it was asked for the first time, of `time.monotonic`."""
         now = time.monotonic()
         self._since = self._since or now
-        lasts = now - self._since >= self.LASTS
-        if not self._answered and patience >= self.LASTS:
-            lasts = lasts or now - asked >= self.FIRST
-        if lasts and not self._told:
-            self._told = True
+        lasts = now - self._since >= self.LOG_AFTER
+        if not self._answered and patience >= self.LOG_AFTER:
+            lasts = lasts or now - asked >= self.LOG_AFTER_AT_START
+        if lasts and not self._logged:
+            self._logged = True
             logger.warning(
                 "%s does not answer; it is asked again for %g s, by a worker for as long as it takes: %s",
                 self._plane,
@@ -256,15 +256,15 @@ class Outage:
         finally:
             self._pausing.discard(wake)
 
-    def is_over(self) -> None:
+    def record_answer(self) -> None:
         again, self._answered = " again" if self._answered else "", True
         if not self._since:
             return
         silent = time.monotonic() - self._since
-        if self._told:
+        if self._logged:
             logger.warning("%s answers%s, after %.0f s", self._plane, again, silent)
-        self._since, self._told = 0.0, False
-        for wake in list(self._pausing) if silent >= self.WAKES else ():
+        self._since, self._logged = 0.0, False
+        for wake in list(self._pausing) if silent >= self.WAKE_AFTER else ():
             wake()
 
 
@@ -285,10 +285,10 @@ async def persist(
             until = now + patience if until is None else until
             if now >= until or (first is not None and first.hub.closed):
                 raise
-            outage.goes_on(exc, patience, asked)
+            outage.record_failure(exc, patience, asked)
         else:
             if found is not first or not outage.far:
-                outage.is_over()
+                outage.record_answer()
             return found
         await outage.pause(delay * random.uniform(0.5, 1.5))
         delay = min(delay * 2, 5.0)
@@ -344,12 +344,12 @@ class Claimer:
         self._waiter, self._emptied = Waiter(), False
         self._hub: Hub | None = None
 
-    async def look(self, limit: int) -> list[Claimed]:
+    async def try_claim(self, limit: int) -> list[Claimed]:
         """Take up to `limit` invocations that are due now."""
         found: list[Claimed] = await self._do(self._op._replace(limit=limit))
         return found
 
-    async def next(self, limit: int, keep: Sequence[tuple[str, int]] = ()) -> list[Claimed]:
+    async def claim(self, limit: int, keep: Sequence[tuple[str, int]] = ()) -> list[Claimed]:
         """Take up to `limit` due invocations, waiting for the first as long as it takes.
 
         keep: the worker's claims. After a long wait they are renewed first, or it might be given one of them again: this
@@ -360,8 +360,8 @@ class Claimer:
         while True:
             engine = await self._engine()
             if engine.hub is not self._hub:
-                self.rest()
-                engine.hub.enter(self._topics, waiter)
+                self.stop_waiting()
+                engine.hub.subscribe(self._topics, waiter)
                 self._hub = engine.hub
             if engine.hub.closed:
                 raise PlaneUnavailable("the plane was closed during a wait")
@@ -379,9 +379,9 @@ class Claimer:
             if found:
                 return found
 
-    def rest(self) -> None:
+    def stop_waiting(self) -> None:
         """Wait for nothing until the next claim: what comes meanwhile is for others."""
         self._emptied = False
         hub, self._hub = self._hub, None
         if hub is not None:
-            hub.leave(self._topics, self._waiter)
+            hub.unsubscribe(self._topics, self._waiter)

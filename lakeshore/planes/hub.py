@@ -36,7 +36,7 @@ class Waiter:
         self.outcome: Outcome | None = None
         self.page: Page | None = None
 
-    def hear(self, news: News) -> None:
+    def receive(self, news: News) -> None:
         """Wake up, and keep what `news` brings."""
         _, _, outcome, page = news
         if outcome is not None:
@@ -85,7 +85,7 @@ class Hub:
 
     # Waiting
 
-    def enter(self, topics: Iterable[tuple[Kind, str]], waiter: Waiter) -> None:
+    def subscribe(self, topics: Iterable[tuple[Kind, str]], waiter: Waiter) -> None:
         """Wake `waiter` by news of any of `topics`, from now on."""
         self._entered += 1
         for kind, name in topics:
@@ -97,7 +97,7 @@ class Hub:
         if self._gone is None and not self.closed:
             self._start()
 
-    def leave(self, topics: Iterable[tuple[Kind, str]], waiter: Waiter) -> None:
+    def unsubscribe(self, topics: Iterable[tuple[Kind, str]], waiter: Waiter) -> None:
         """The end of `enter`."""
         for kind, name in topics:
             named = self._waiters[kind]
@@ -119,7 +119,7 @@ class Hub:
         if timeout is not None and timeout <= 0:
             return await look()
         waiter = Waiter()
-        self.enter(topics, waiter)
+        self.subscribe(topics, waiter)
         try:
             with anyio.move_on_after(timeout):
                 while (found := await look()) is None:
@@ -128,18 +128,18 @@ class Hub:
                 return found
             return None
         finally:
-            self.leave(topics, waiter)
+            self.unsubscribe(topics, waiter)
 
-    def tell(self, news: News) -> None:
+    def publish(self, news: News) -> None:
         """Wake those whom `news` concerns."""
         named, name = self._waiters[news.kind], news.name
         if name is None:
             for waiting in named.values():
                 for waiter in waiting:
-                    waiter.hear(news)
+                    waiter.receive(news)
         elif (found := named.get(name)) is not None:
             for waiter in found:
-                waiter.hear(news)
+                waiter.receive(news)
 
     # The watcher
 

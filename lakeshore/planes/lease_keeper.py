@@ -16,7 +16,7 @@ import anyio
 from ..concurrency.loops import loop_token, run_sync_soon
 from ..concurrency.portal import portal
 from ..errors import LakeshoreError, NotAuthorized
-from .auth_grace import Refusals
+from .auth_grace import AuthGrace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ __all__ = ["LeaseKeeper"]
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
-LOOK = 2.0
+CANCEL_WAIT = 2.0
 """Seconds that one wait for a cancellation lasts at most on a plane of this machine: in between the keeper sees whether it
 has claims at all. Elsewhere each wait is a request."""
 
@@ -103,13 +103,15 @@ class LeaseKeeper:
             self._scope.cancel()
 
     async def _keep(self) -> None:
-        beaten, refusals = anyio.current_time(), Refusals(self._lease)
+        beaten, refusals = anyio.current_time(), AuthGrace(self._lease)
         while True:
             if await self._park():
                 beaten = anyio.current_time()  # the claims that woke it are fresh
                 refusals.end()  # and so is who gave them
             try:
-                wait = min(beaten + self._lease / 3 - anyio.current_time(), LOOK if self._plane.local else self._lease)
+                wait = min(
+                    beaten + self._lease / 3 - anyio.current_time(), CANCEL_WAIT if self._plane.local else self._lease
+                )
                 if wait > 0:
                     self._tell(await self._plane.next_cancels(self._worker, wait, self._cancelled), "cancel")
                 if (now := anyio.current_time()) >= beaten + self._lease / 3:

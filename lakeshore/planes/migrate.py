@@ -162,7 +162,7 @@ async def settle(plane: Plane) -> None:
     async def due(store: Store) -> Any:
         return [*await store.due(), *await store.due()]  # a store may look at more every second time
 
-    for op in await plane.ask(due):
+    for op in await plane.read_store(due):
         await plane.do(op)
 
 
@@ -245,7 +245,7 @@ async def _copies(plane: Plane, after: str | None, queues: Sequence[str]) -> lis
         return await _movable(plane, store).copies(after, queues, ROWS, BYTES)
 
     try:
-        return await plane.ask(look)
+        return await plane.read_store(look)
     except InvocationNotFound as exc:
         raise DispatchError(
             f"{plane!r} was purged while it was read: {exc}; start again when nobody else uses it"
@@ -256,7 +256,7 @@ async def _frames(plane: Plane, id: str, since: int) -> list[tuple[int, bytes]]:
     async def look(store: Store) -> list[tuple[int, bytes]]:
         return await _movable(plane, store).journal(id, since, FRAMES, BYTES)
 
-    return await plane.ask(look)
+    return await plane.read_store(look)
 
 
 def _movable(plane: Plane, store: Any) -> Movable:

@@ -11,7 +11,7 @@ import anyio
 from ..concurrency.per_loop import PerLoop
 from ..errors import DispatchError, InvocationNotFound, PlaneUnavailable
 from ..ids import check_id
-from .await_many import Together, together
+from .await_many import AwaitMany, await_many
 from .contract.operations import (
     Append,
     Appended,
@@ -220,9 +220,9 @@ class Plane:
             await self.outcome(id)
         return answer.what != "terminal"
 
-    async def farewells(self) -> set[str]:
+    async def cancel_on_close(self) -> set[str]:
         """The ids to cancel when this event loop is done with the plane: of calls that end with their caller."""
-        return (await self._persist(itself)).farewells
+        return (await self._persist(itself)).cancel_on_close
 
     async def purge(self, older_than: float) -> int:
         """Delete what ended more than `older_than` seconds ago; how many invocations that were."""
@@ -233,7 +233,7 @@ class Plane:
 
     # Reads
 
-    async def look(self, ids: Sequence[str]) -> list[Outcome]:
+    async def current_outcomes(self, ids: Sequence[str]) -> list[Outcome]:
         """How invocations stand now, in order; `pending` and `unknown` are such states too."""
         for id in ids:
             check_id(id)
@@ -261,7 +261,7 @@ class Plane:
         """For each queue in which something is due: the seconds since the oldest of it was submitted."""
         return await self._persist(lambda engine: engine.read(engine.store.ages))
 
-    async def ask(self, read: Callable[[Store], Awaitable[T]]) -> T:
+    async def read_store(self, read: Callable[[Store], Awaitable[T]]) -> T:
         """Read from the store what no verb is for."""
         return await self._persist(lambda engine: engine.read(lambda: read(engine.store)))
 
@@ -295,7 +295,7 @@ class Plane:
             return await self._outcome(id)
         outcome = await self._ended(id)  # not before it has looked, however short the time was
         if outcome is None:
-            stands = await (await self._persist(itself)).standing(id)
+            stands = await (await self._persist(itself)).describe(id)
             raise TimeoutError(f"invocation {id!r} had not ended after {timeout} s; {stands}, wait again with its id")
         return outcome
 
@@ -309,7 +309,7 @@ class Plane:
         engine = await self._persist(itself) if here is None else here
         topics: tuple[tuple[Kind, str]] = (("id", id),)
         waiter = Waiter()
-        engine.hub.enter(topics, waiter)
+        engine.hub.subscribe(topics, waiter)
         try:
             if submit is not None:
                 holding = await self.do(submit)
@@ -329,7 +329,7 @@ class Plane:
                 if (outcome := await self._ended(id)) is not None:
                     return outcome
         finally:
-            engine.hub.leave(topics, waiter)
+            engine.hub.unsubscribe(topics, waiter)
 
     async def _ended(self, id: str) -> Outcome | None:
         engine, outcome = self._engines.here(), None
@@ -371,12 +371,12 @@ class Plane:
             )
         return page
 
-    async def together(
+    async def await_many(
         self, ids: Sequence[str], cursors: Sequence[Cursor], *, timeout: float, linger: float = 0.0
-    ) -> Together:
+    ) -> AwaitMany:
         """Wait up to `timeout` seconds for the first end among `ids` or the first frames after one of `cursors`, then up
         to `linger` seconds for more; all that is there. An unknown id has an outcome that says so."""
-        return await together(await self._persist(itself), ids, cursors, timeout=timeout, linger=linger)
+        return await await_many(await self._persist(itself), ids, cursors, timeout=timeout, linger=linger)
 
     async def next_cancels(
         self, worker: str, timeout: float, known: Collection[tuple[str, int]] = ()

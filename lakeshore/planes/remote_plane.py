@@ -25,41 +25,41 @@ if TYPE_CHECKING:
 
     from .batcher import Batcher
 
-__all__ = ["HELD_S", "PAUSE_S", "HeldPlane", "hold_time"]
+__all__ = ["EARLY_ANSWER_PAUSE", "POLL_TIMEOUT", "RemotePlane", "poll_timeout"]
 
-PAUSE_S = 0.05
+EARLY_ANSWER_PAUSE = 0.05
 """After an answer of nothing that came far before its time."""
-HELD_S = 30.0
+POLL_TIMEOUT = 30.0
 """Seconds that one poll is held at most: less than three requests a minute for whoever waits, and less than most proxies
 allow."""
 
 
-def hold_time() -> float:
+def poll_timeout() -> float:
     """Seconds for one poll: not the same for all, or those that began in step would all come back in step for ever."""
-    return HELD_S * random.uniform(0.75, 1.0)
+    return POLL_TIMEOUT * random.uniform(0.75, 1.0)
 
 
-class HeldStore(Store, Protocol):
+class RemoteStore(Store, Protocol):
     """A store whose far side holds what has a `wait`."""
 
-    async def left(self, op: Operation) -> None:
+    async def abandon(self, op: Operation) -> None:
         """The caller of an operation that is held has gone."""
         ...
 
-    async def hurry(self) -> None:
+    async def begin_close(self) -> None:
         """From now on no request takes long: the plane is being closed."""
         ...
 
 
-class HeldEngine(Engine):
+class RemoteEngine(Engine):
     """The engine of a far side that holds operations, and may be silent."""
 
-    def __init__(self, store: HeldStore) -> None:
+    def __init__(self, store: RemoteStore) -> None:
         super().__init__(store)
         self._far = store
         self._holding: dict[Batcher[Operation, Any], Operation] = {}
 
-    async def held(self, op: Operation) -> Any:
+    async def hold(self, op: Operation) -> Any:
         """Apply one operation that the far side may hold; it is told when the caller leaves, or the plane is closed.
 
         Not so when the answer is lost: who asks again under the same name must not have let go meanwhile.
@@ -72,78 +72,78 @@ class HeldEngine(Engine):
             self._holding.pop(batcher, None)
             raise
         except BaseException:
-            self._let_go(batcher)
+            self._end_poll(batcher)
             raise
         self._holding.pop(batcher, None)
         return answer
 
-    def forsake(self, op: Operation) -> None:
+    def abandon(self, op: Operation) -> None:
         """The caller of an operation whose answer was lost asks no more."""
         batcher = self._batcher()
         self._holding[batcher] = op
-        self._let_go(batcher)
+        self._end_poll(batcher)
 
-    def _let_go(self, batcher: Batcher[Operation, Any]) -> None:
+    def _end_poll(self, batcher: Batcher[Operation, Any]) -> None:
         op = self._holding.pop(batcher, None)
         if op is None:
             return
         gone = anyio.Event()
         self._orphans.add(gone)
 
-        async def leave() -> None:
-            await across(self._far.home, self._far.left, op)
+        async def abandon() -> None:
+            await across(self._far.home, self._far.abandon, op)
             await batcher.idle()
 
         def ended() -> None:
             self._orphans.discard(gone)
             gone.set()
 
-        spawn(leave, ended)
+        spawn(abandon, ended)
 
     async def close(self) -> None:
         """As `Engine.close`, within a few seconds also where nothing answers."""
-        await across(self._far.home, self._far.hurry)
+        await across(self._far.home, self._far.begin_close)
         self.hub.close()
         for batcher in list(self._holding):
-            self._let_go(batcher)
+            self._end_poll(batcher)
         await super().close()
 
 
-class HeldClaimer:
+class RemoteClaimer:
     """Claims of one worker, one after the other: each a poll that the far side holds. See `planes.engine.Claimer`."""
 
-    def __init__(self, plane: HeldPlane, op: Claim) -> None:
+    def __init__(self, plane: RemotePlane, op: Claim) -> None:
         self._plane, self._op = plane, op
 
-    async def look(self, limit: int) -> list[Claimed]:
+    async def try_claim(self, limit: int) -> list[Claimed]:
         return await self._plane.poll(self._op._replace(limit=limit), 0.0)
 
-    async def next(self, limit: int, keep: Sequence[tuple[str, int]] = ()) -> list[Claimed]:
+    async def claim(self, limit: int, keep: Sequence[tuple[str, int]] = ()) -> list[Claimed]:
         return await self._plane.poll(self._op._replace(limit=limit), None, keep)
 
-    def rest(self) -> None:
+    def stop_waiting(self) -> None:
         """Nothing waits between two claims."""
 
 
-class HeldPlane(Plane):
+class RemotePlane(Plane):
     """The waits of `Plane`, as polls that the far side answers when there is something.
 
     News that the store's `watch` brings is the thing itself, an outcome or a page; a hint without it, which comes after
     failures, makes the waiter look, and raise what it then finds.
     """
 
-    _make_store: Callable[[], HeldStore]
+    _make_store: Callable[[], RemoteStore]
 
-    def __init__(self, make_store: Callable[[], HeldStore], name: str, *, ns: str = "default") -> None:
+    def __init__(self, make_store: Callable[[], RemoteStore], name: str, *, ns: str = "default") -> None:
         super().__init__(make_store, name, ns=ns)
         self._outage = Outage(name, far=True)
         self._renewals: dict[str, Beat] = {}  # by worker: what each has to keep
 
-    async def _open(self) -> HeldEngine:
-        return await opened(self._make_store(), HeldEngine)
+    async def _open(self) -> RemoteEngine:
+        return await opened(self._make_store(), RemoteEngine)
 
     def claimer(self, queues: Sequence[str], worker: str, *, lease: float, max_lost: int) -> Any:
-        return HeldClaimer(self, self._claim(queues, worker, 1, lease, max_lost))
+        return RemoteClaimer(self, self._claim(queues, worker, 1, lease, max_lost))
 
     async def poll(self, op: Claim, timeout: float | None, keep: Sequence[tuple[str, int]] = ()) -> list[Claimed]:
         """As `Plane.poll`; a lost answer is asked for again. keep: the worker's claims, which are renewed before it asks
@@ -151,7 +151,7 @@ class HeldPlane(Plane):
         until = None if timeout is None else anyio.current_time() + timeout
         while True:
             left = math.inf if until is None else max(0.0, until - anyio.current_time())
-            asked = op._replace(poll_id=op.poll_id or new_id(), wait=min(left, hold_time()), busy=bool(keep))
+            asked = op._replace(poll_id=op.poll_id or new_id(), wait=min(left, poll_timeout()), busy=bool(keep))
             began = anyio.current_time()
             renewal = None if not keep or op.lease is None else Beat(op.worker, tuple(keep), op.lease)
             found: list[Claimed] = await self._held(asked, renewal)
@@ -172,7 +172,7 @@ class HeldPlane(Plane):
                 renewal = (keep or self._renewals.get(op.worker)) if again else None
                 if renewal is not None:  # after an outage, before it is given what is only waiting for this
                     await engine.do(renewal)
-                return await (engine.held(op) if op.wait > 0 else engine.do(op))
+                return await (engine.hold(op) if op.wait > 0 else engine.do(op))
             except PlaneUnavailable:
                 lost = True
                 raise
@@ -181,7 +181,7 @@ class HeldPlane(Plane):
             answer = await self._persist(ask)
         except BaseException:
             if lost:
-                first.forsake(op)
+                first.abandon(op)
             raise
         if not answer:  # the end of the plane ends its polls too
             self._check_open(first)
@@ -197,7 +197,7 @@ class HeldPlane(Plane):
             left = max(0.0, until - anyio.current_time())
             try:
                 began = anyio.current_time()
-                beaten = await first.held(Beat(worker, (), 30.0, wait=left, known=tuple(known)))
+                beaten = await first.hold(Beat(worker, (), 30.0, wait=left, known=tuple(known)))
                 if not (found := [claim for claim in beaten.cancel if claim not in known]):
                     await _pause(began, left)
                 return found
@@ -233,7 +233,7 @@ class HeldPlane(Plane):
         engine = await self._persist(_itself)
         topics: list[tuple[Kind, str]] = [("id", id)]
         waiter = Waiter()
-        engine.hub.enter(topics, waiter)
+        engine.hub.subscribe(topics, waiter)
         try:
             while True:
                 self._check_open(engine)
@@ -247,7 +247,7 @@ class HeldPlane(Plane):
                 if outcome is not None and outcome.state in TERMINAL:
                     return outcome
         finally:
-            engine.hub.leave(topics, waiter)
+            engine.hub.unsubscribe(topics, waiter)
 
     async def next_page(
         self,
@@ -272,7 +272,7 @@ class HeldPlane(Plane):
         engine = await self._persist(_itself)
         topics: list[tuple[Kind, str]] = [("journal", cursor.id)]
         waiter = Waiter(cursor=cursor)
-        engine.hub.enter(topics, waiter)
+        engine.hub.subscribe(topics, waiter)
         try:
             while True:
                 self._check_open(engine)
@@ -284,13 +284,13 @@ class HeldPlane(Plane):
                 if page.frames or page.closed:
                     return page
         finally:
-            engine.hub.leave(topics, waiter)
+            engine.hub.unsubscribe(topics, waiter)
 
 
 async def _pause(began: float, wait: float) -> None:
     """After an answer with nothing that came far too soon: a far side that holds nothing is not asked in a circle."""
     if anyio.current_time() - began < wait / 2:
-        await anyio.sleep(min(wait, PAUSE_S))
+        await anyio.sleep(min(wait, EARLY_ANSWER_PAUSE))
 
 
 async def _itself(engine: Engine) -> Engine:

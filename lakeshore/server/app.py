@@ -141,7 +141,7 @@ class _Endpoint:
         """Whether the plane answers a read in time."""
         with anyio.move_on_after(self.limits.readiness):
             try:
-                await self.plane.look(["ready"])
+                await self.plane.current_outcomes(["ready"])
             except LakeshoreError as exc:
                 logger.warning("not ready: %s", exc)
                 return False

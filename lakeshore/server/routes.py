@@ -115,7 +115,7 @@ async def await_one(call: Call) -> Fields:
             except TimeoutError:
                 pass
     else:
-        (outcome,) = await call.plane.look([id])
+        (outcome,) = await call.plane.current_outcomes([id])
     return messages.encode_outcome(outcome or Outcome(id, "pending"))
 
 
@@ -131,7 +131,7 @@ async def await_many(call: Call) -> Fields:
     if not ids and not cursors:
         return {"results": results, "pages": pages}
     with call.turn(("watch", call.ns, watch) if watch else None) as turn:
-        wait = partial(call.plane.together, ids, cursors, timeout=timeout, linger=linger)
+        wait = partial(call.plane.await_many, ids, cursors, timeout=timeout, linger=linger)
         found = await (turn.hold(wait) if timeout > 0 else wait())
     if found is None:
         return {"results": results, "pages": pages}

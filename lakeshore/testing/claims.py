@@ -313,7 +313,7 @@ async def a_retry_counts_a_failure_and_waits(lab: Lab) -> None:
     answer = await lab.plane.do(Requeue(fence_of(claimed), "retry", lab.short, error))
     lab.same("the answer", answer, Requeued("queued", "q", True))
     row = await lab.stands(claimed.id, state="queued", failures=1, lost=0, worker=None, error=error)
-    lab.same("the outcome", (await lab.plane.look([claimed.id]))[0].state, "pending")
+    lab.same("the outcome", (await lab.plane.current_outcomes([claimed.id]))[0].state, "pending")
     if lab.clock is not None:
         lab.same("not_before", row.not_before, lab.clock.now() + lab.short)
         await lab.pass_time(lab.short - 0.25)

@@ -218,7 +218,7 @@ async def a_large_body_result_and_frame_come_back(lab: Lab) -> None:
     lab.same("that the frames came back", page.frames == numbered(frame, b"small"), True)
     lab.same("a page of one byte", [seq for seq, _ in (await lab.plane.page(claimed.id, max_bytes=1)).frames], [0])
     await lab.plane.do(Finish(fence_of(claimed), "succeeded", result))
-    (outcome,) = await lab.plane.look([claimed.id])
+    (outcome,) = await lab.plane.current_outcomes([claimed.id])
     lab.same("that the result came back", (outcome.state, outcome.result == result), ("succeeded", True))
     lab.same("that the row has the envelope", (await lab.row(claimed.id)).body == body, True)
     await lab.pass_time(lab.short)

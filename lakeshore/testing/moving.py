@@ -24,7 +24,7 @@ async def is_movable(plane: Plane) -> bool:
     async def look(store: Store) -> bool:
         return isinstance(store, Movable)
 
-    return await plane.ask(look)
+    return await plane.read_store(look)
 
 
 async def _cannot(lab: Lab) -> bool:
@@ -32,7 +32,7 @@ async def _cannot(lab: Lab) -> bool:
     if await is_movable(lab.plane):
         return False
     await lab.refuses(_restore("r"), DispatchError)
-    lab.same("the outcome", await lab.plane.look(["r"]), [Outcome("r", "unknown")])
+    lab.same("the outcome", await lab.plane.current_outcomes(["r"]), [Outcome("r", "unknown")])
     return True
 
 
@@ -54,7 +54,7 @@ async def _copies(lab: Lab, after: str | None = None, *queues: str, limit: int =
         found: list[Restore] = await store.copies(after, queues, limit, 1 << 20)
         return found
 
-    return await lab.plane.ask(look)
+    return await lab.plane.read_store(look)
 
 
 async def _journal(
@@ -64,7 +64,7 @@ async def _journal(
         found: list[tuple[int, bytes]] = await store.journal(id, since, limit, max_bytes)
         return found
 
-    return await lab.plane.ask(look)
+    return await lab.plane.read_store(look)
 
 
 @rule
@@ -77,7 +77,7 @@ async def a_restored_row_that_ended_stands_as_it_did(lab: Lab) -> None:
         op = _restore(id, state, attempt=3, worker="v", lost=1, key=id, parent="p", root="r", priority=-4,
                       result=result, error=error, frames=frames)  # fmt: skip
         lab.same("the answer", await lab.plane.do(op), id)
-        lab.same("the outcome", await lab.plane.look([id]), [Outcome(id, state, result, error)])
+        lab.same("the outcome", await lab.plane.current_outcomes([id]), [Outcome(id, state, result, error)])
         await lab.stands(id, state=state, queue="q", key=id, attempt=3, failures=1, lost=1, worker="v", parent="p")
         await lab.stands(id, root="r", priority=-4, submitted_at=500_000.0, finished_at=500_002.0, trusted=False)
         page = await lab.journal(id, [*frames], True)
@@ -101,7 +101,7 @@ async def a_purge_goes_by_the_end_that_a_restore_names(lab: Lab) -> None:
     for n, age in enumerate((1.0, 900.0, 2.0, 800.0)):
         await lab.plane.do(_restore(f"i{n}", "succeeded", key=f"k{n}", finished_at=now - age, frames=((0, b"END"),)))
     lab.same("rows purged", await lab.plane.purge(LONG), 2)
-    states = [one.state for one in await lab.plane.look(["i0", "i1", "i2", "i3"])]
+    states = [one.state for one in await lab.plane.current_outcomes(["i0", "i1", "i2", "i3"])]
     lab.same("what is left", states, ["succeeded", "unknown", "succeeded", "unknown"])
     lab.same("the answer to a submit with the key", await lab.plane.do(Submit("new", "q", b"", "k1")), "new")
 
@@ -143,7 +143,7 @@ async def a_restore_never_touches_what_is_there(lab: Lab) -> None:
     await lab.refuses(_restore("odd", "running"), ValueError)
     id = await lab.submit(key="k")
     lab.same("the answer for a key that is taken", await lab.plane.do(_restore("other", "failed", key="k")), id)
-    lab.same("how the other id stands", await lab.plane.look(["other"]), [Outcome("other", "unknown")])
+    lab.same("how the other id stands", await lab.plane.current_outcomes(["other"]), [Outcome("other", "unknown")])
 
     async def repeat(state: str) -> None:
         before = await lab.stands(id, state=state)
@@ -166,7 +166,7 @@ async def a_row_is_restored_in_parts(lab: Lab) -> None:
         parts[2] = parts[2]._replace(more=False)
         for part in (parts[0], parts[1], parts[0], parts[1]):
             lab.same("the answer", await lab.plane.do(part), id)
-            (outcome,) = await lab.plane.look([id])
+            (outcome,) = await lab.plane.current_outcomes([id])
             lab.same("that the row has not ended", outcome.state in ("pending", "unknown"), True)
             lab.same("what a claim finds", await lab.claim_ids(), [])
         for _ in range(2):

@@ -63,7 +63,7 @@ async def a_submit_is_idempotent_by_key(lab: Lab) -> None:
     """A key belongs to one invocation of its queue for as long as the row exists, also after its end."""
     id = await lab.submit(key="k")
     lab.same("the answer to another id with the key", await lab.plane.do(Submit("other", "q", b"", "k")), id)
-    lab.same("how the other id stands", await lab.plane.look(["other"]), [Outcome("other", "unknown")])
+    lab.same("how the other id stands", await lab.plane.current_outcomes(["other"]), [Outcome("other", "unknown")])
     await lab.submit("second-queue", key="k")
     await lab.plane.do(Finish(fence_of(await lab.claim()), "failed"))
     lab.same("the answer after the end", await lab.plane.do(Submit("other", "q", b"", "k")), id)
@@ -153,9 +153,9 @@ async def cancel_asks_a_worker_that_has_a_lease(lab: Lab) -> None:
     lab.same("the cancels of another", await lab.plane.cancels("v"), [])
     beat = Beat("w", ((claimed.id, claimed.attempt), (other.id, other.attempt)), LONG)
     lab.same("the answer to a heartbeat", await lab.plane.do(beat), Beaten([], asked))
-    lab.same("the outcome", await lab.plane.look([claimed.id]), [Outcome(claimed.id, "pending")])
+    lab.same("the outcome", await lab.plane.current_outcomes([claimed.id]), [Outcome(claimed.id, "pending")])
     lab.same("the late success", await lab.plane.do(Finish(fence_of(claimed), "succeeded", b"r")), True)
-    lab.same("the outcome", await lab.plane.look([claimed.id]), [Outcome(claimed.id, "succeeded", b"r")])
+    lab.same("the outcome", await lab.plane.current_outcomes([claimed.id]), [Outcome(claimed.id, "succeeded", b"r")])
     lab.same("the cancels after its end", await lab.plane.cancels("w"), [])
 
 
@@ -193,7 +193,7 @@ async def ended_by_the_plane(
 ) -> None:
     """The row ended without its worker: its outcome, its row and its journal say so alike."""
     frames = frames or []
-    lab.same("the outcome", await lab.plane.look([id]), [Outcome(id, state, None, error)])
+    lab.same("the outcome", await lab.plane.current_outcomes([id]), [Outcome(id, state, None, error)])
     row = await lab.stands(id, state=state, error=error)
     lab.same("that finished_at is set", row.finished_at is not None, True)
     seq = len(frames)
@@ -215,7 +215,7 @@ async def an_ack_makes_the_row_terminal(lab: Lab) -> None:
         claimed = await lab.start()
         lab.same("the answer", await lab.plane.do(Finish(fence_of(claimed), state, result, failure)), True)
         ended = Outcome(claimed.id, state, lab.kept(result), failure)
-        lab.same("the outcome", await lab.plane.look([claimed.id]), [ended])
+        lab.same("the outcome", await lab.plane.current_outcomes([claimed.id]), [ended])
         row = await lab.stands(claimed.id, state=state, error=failure, attempt=1, worker="w")
         if lab.clock is not None:
             lab.same("finished_at", row.finished_at, lab.clock.now())
@@ -236,7 +236,9 @@ async def a_repeated_ack_changes_nothing(lab: Lab) -> None:
     for state in ("succeeded", "failed"):
         answer = await lab.plane.do(Finish(fence_of(claimed), state, b"second", Failure("E", "")))
         lab.same("the answer to the repeat", answer, False)
-    lab.same("the outcome", await lab.plane.look([claimed.id]), [Outcome(claimed.id, "succeeded", b"first")])
+    lab.same(
+        "the outcome", await lab.plane.current_outcomes([claimed.id]), [Outcome(claimed.id, "succeeded", b"first")]
+    )
     lab.same("the row", await lab.row(claimed.id), before)
     await lab.refuses(Finish(fence_of(claimed, "v"), "succeeded"), ClaimLost)
     await lab.refuses(Finish(fence_of(claimed)._replace(attempt=2), "succeeded"), ClaimLost)
@@ -292,14 +294,14 @@ async def a_purge_deletes_what_ended_long_ago(lab: Lab) -> None:
     await lab.pass_time(lab.short)
     lab.same("purged", await lab.plane.do(Purge(lab.short)), 1)
     lab.same("purged again", await lab.plane.do(Purge(lab.short)), 0)
-    states = [outcome.state for outcome in await lab.plane.look([old.id, running.id, queued])]
+    states = [outcome.state for outcome in await lab.plane.current_outcomes([old.id, running.id, queued])]
     lab.same("what is left", states, ["unknown", "pending", "pending"])
     lab.same("the rows left", {row.id for row in await lab.plane.rows(RowFilter())}, {running.id, queued})
     await lab.refuses(Cancel(old.id), InvocationNotFound)
     lab.same("the answer to its id and key", await lab.plane.do(Submit(old.id, "q", b"new", "k")), old.id)
     await lab.stands(old.id, state="queued", attempt=0, body=b"new", error=None)
     await lab.journal(old.id, [], False)
-    lab.same("its outcome", await lab.plane.look([old.id]), [Outcome(old.id, "pending")])
+    lab.same("its outcome", await lab.plane.current_outcomes([old.id]), [Outcome(old.id, "pending")])
 
 
 # Reads ------------------------------------------------------------------------------------------------------------------
@@ -355,8 +357,8 @@ async def outcomes_come_in_order(lab: Lab) -> None:
         queued: Outcome(queued, "pending"), NOWHERE: Outcome(NOWHERE, "unknown"),
     }  # fmt: skip
     ids = [queued, done.id, NOWHERE, running.id, done.id]
-    lab.same("the outcomes", await lab.plane.look(ids), [expected[id] for id in ids])
-    lab.same("the outcomes of none", await lab.plane.look([]), [])
+    lab.same("the outcomes", await lab.plane.current_outcomes(ids), [expected[id] for id in ids])
+    lab.same("the outcomes of none", await lab.plane.current_outcomes([]), [])
 
 
 @rule
@@ -372,7 +374,7 @@ async def each_operation_of_a_list_stands_alone(lab: Lab) -> None:
     answers = await lab.plane.many(ops)
     kinds: list[Any] = [kind_of(answer) for answer in answers]
     lab.same("the answers", kinds, [True, ClaimLost, ValueError, True, False, True, InvocationNotFound])
-    states = [outcome.state for outcome in await lab.plane.look(ids)]
+    states = [outcome.state for outcome in await lab.plane.current_outcomes(ids)]
     lab.same("the states", states, ["succeeded", "killed", "failed"])
     answers = await lab.plane.many([Submit("m1", "q", b"", "k"), Submit("m2", "q", b"", "k"), Submit("m1", "q", b"")])
     lab.same("the answers to submits", answers, ["m1", "m1", "m1"])

@@ -228,7 +228,7 @@ class Sequence:
         if self._movable:
             await self._compare_copies(expected)
         ids = [*IDS, "nobody"]
-        self._same("the outcomes", await plane.look(ids), await model.outcomes(ids))
+        self._same("the outcomes", await plane.current_outcomes(ids), await model.outcomes(ids))
         for worker in WORKERS:
             asked = sorted(await plane.cancels(worker))
             self._same(f"the cancels of {worker}", asked, sorted(await model.cancels(worker)))
@@ -247,7 +247,7 @@ class Sequence:
             found: list[Restore] = await store.copies(after, (), 1000, 1 << 20)
             return found
 
-        for one, wanted in zip(await self._plane.ask(look), await look(self._model), strict=True):
+        for one, wanted in zip(await self._plane.read_store(look), await look(self._model), strict=True):
             fields, expected = one._asdict(), wanted._asdict()
             for name, came in fields.items():
                 if not name.endswith(("_at", "_before")):  # those of the row are compared as its own

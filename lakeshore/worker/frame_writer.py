@@ -14,7 +14,7 @@ from ..body.execute import Pace
 from ..client.streams import restart_frame
 from ..concurrency.loops import loop_token, run_sync_soon
 from ..errors import ClaimLost, DispatchError, LakeshoreError, NotAuthorized, PlaneUnavailable
-from ..planes.auth_grace import Refusals
+from ..planes.auth_grace import AuthGrace
 from ..planes.contract.operations import FinalFrame
 from ..wire import Frame, FrameKind, pack
 
@@ -137,7 +137,7 @@ class FrameWriter:
 
     async def _flush(self) -> None:
         """Append what waits until nothing does. `_flushing` was taken for it, and is given back whatever happens."""
-        delay, refusals = 0.1, Refusals(REFUSED)
+        delay, refusals = 0.1, AuthGrace(REFUSED)
         try:
             while frames := self._take():
                 self._move()  # the body goes on while these are on their way

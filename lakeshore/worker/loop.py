@@ -23,7 +23,7 @@ from ..concurrency.backoff import Backoff
 from ..concurrency.run_sync import worker_runs_here
 from ..errors import DispatchError, PlaneUnavailable
 from ..functions.resolve import check_policy
-from ..planes.auth_grace import Refusals
+from ..planes.auth_grace import AuthGrace
 from ..planes.lease_keeper import LeaseKeeper
 from ..settings import read_settings
 from .inline import InlineExecutor
@@ -224,9 +224,9 @@ class Worker:
                     limit = settings.concurrency - len(self._claims)
                     try:
                         if once:
-                            found = await claimer.look(limit)
+                            found = await claimer.try_claim(limit)
                         else:
-                            found = await claimer.next(limit, [*self._claims])
+                            found = await claimer.claim(limit, [*self._claims])
                     except DispatchError as exc:
                         if outage is None:
                             outage = _ClaimOutage(settings.lease, repeats_all=reached and not self._plane.local)
@@ -240,21 +240,21 @@ class Worker:
                     if once:
                         return
         finally:
-            claimer.rest()
+            claimer.stop_waiting()
             ended.set()
 
     async def _wait_until_claimable(self, claimer: Claimer, once: bool) -> None:
         """Wait for a free slot and for the executor. What is submitted meanwhile is left to other workers."""
         while True:
             if len(self._claims) >= self._settings.concurrency or (self._claims_alone and self._body_runs()):
-                claimer.rest()
+                claimer.stop_waiting()
                 await self._wait_for_claim_end()
                 continue
             self._claims_alone = False
             pause = self._executor.paused_until - time.monotonic()
             if pause <= 0 or once:
                 return
-            claimer.rest()
+            claimer.stop_waiting()
             await anyio.sleep(pause)
 
     def _start_claims(self, found: Sequence[Claimed]) -> None:
@@ -394,7 +394,7 @@ class _ClaimOutage:
 
     def __init__(self, lease: float, *, repeats_all: bool) -> None:
         self._repeats_all = repeats_all
-        self._refusals = Refusals(lease)
+        self._refusals = AuthGrace(lease)
         self._backoff = Backoff(FIRST_CLAIM_DELAY, MAX_CLAIM_DELAY, jitter=0.0)
 
     def repeats(self, exc: DispatchError) -> bool:

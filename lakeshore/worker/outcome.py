@@ -19,7 +19,7 @@ from ..errors import (
     NotAuthorized,
     PlaneUnavailable,
 )
-from ..planes.auth_grace import Refusals
+from ..planes.auth_grace import AuthGrace
 from ..planes.contract.failures import CANCELLED_RUNNING
 from ..planes.contract.operations import Fence, Finish, Requeue
 from ..planes.contract.records import Failure
@@ -221,7 +221,7 @@ class _DeliveryRetry:
         self._id = id
         self._local = plane.local
         self._failures = 0
-        self._refusals = Refusals(lease)
+        self._refusals = AuthGrace(lease)
         self._backoff = Backoff(FIRST_DELIVERY_DELAY, MAX_DELIVERY_DELAY)
 
     def repeats(self, exc: Exception) -> bool:

@@ -104,6 +104,6 @@ async def test_where_it_cannot_be_found_out_soon_it_goes_on(
             await anyio.sleep_forever()
         raise fault or AssertionError
 
-    monkeypatch.setattr(engine, "LOOK", 0.05)
+    monkeypatch.setattr(engine, "DESCRIBE_TIMEOUT", 0.05)
     monkeypatch.setattr((await plane._engines.get()).store, "rows", rows)
     assert await in_vain(q, id) == "it goes on"

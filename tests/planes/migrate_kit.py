@@ -60,7 +60,7 @@ async def bring_to_rest(plane: Plane, random: Random) -> None:
 async def everything(plane: Plane, now: float) -> list[Any]:
     """All that can be read of a plane at rest, and then what its claims are given, in their order."""
     rows = await plane.rows(RowFilter(limit=1000, body=True))
-    outcomes = await plane.look([row.id for row in rows])
+    outcomes = await plane.current_outcomes([row.id for row in rows])
     pages = [await plane.page(row.id) for row in rows]
     pages = [page if page.state in TERMINAL else page._replace(error=None) for page in pages]
     claims: list[Claimed] = await plane.do(Claim(QUEUES, "w", 1000))

@@ -27,7 +27,7 @@ async def test_what_a_worker_keeps_is_renewed_before_it_is_given_more_after_a_lo
         found: list[Claimed] = []
 
         async def work() -> None:
-            found.extend(await claimer.next(1, [(id, claimed.attempt)] if keeps else []))
+            found.extend(await claimer.claim(1, [(id, claimed.attempt)] if keeps else []))
 
         async def stands() -> tuple[str, int, int]:
             (row,) = await plane.rows(RowFilter(id=id))
@@ -47,4 +47,4 @@ async def test_what_a_worker_keeps_is_renewed_before_it_is_given_more_after_a_lo
             else:
                 await wait_until(lambda: found, description="its own row")
                 assert [(one.id, one.attempt, one.lost) for one in found] == [(id, 2, 1)]
-        claimer.rest()
+        claimer.stop_waiting()

@@ -30,7 +30,7 @@ async def test_a_server_that_never_answered_is_said_soon(caplog: pytest.LogCaptu
         began = time.monotonic()
         group.start_soon(plane.counts)
         await wait_until(lambda: caplog.messages, description="the line")
-        assert time.monotonic() - began < Outage.LASTS - 1
+        assert time.monotonic() - began < Outage.LOG_AFTER - 1
         assert caplog.messages[0].startswith(
             f"{plane!r} does not answer; it is asked again for 30 s, by a worker for as long as it takes: no answer to "
         )
@@ -40,16 +40,16 @@ async def test_a_server_that_never_answered_is_said_soon(caplog: pytest.LogCaptu
 async def test_it_is_said_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
     outage = Outage("a plane", far=True)
     for _ in range(2):
-        outage.goes_on(SILENT, 30.0, LONG_AGO)
+        outage.record_failure(SILENT, 30.0, LONG_AGO)
     assert caplog.messages == [SAID]
-    outage.is_over()
+    outage.record_answer()
     assert caplog.messages == [SAID, "a plane answers, after 0 s"]
 
 
 async def test_one_that_starts_meanwhile_is_nothing_to_talk_about(caplog: pytest.LogCaptureFixture) -> None:
     outage = Outage("a plane", far=True)
-    outage.goes_on(SILENT, 30.0, time.monotonic())
-    outage.is_over()
+    outage.record_failure(SILENT, 30.0, time.monotonic())
+    outage.record_answer()
     assert caplog.messages == []
 
 
@@ -57,13 +57,13 @@ async def test_one_that_has_answered_gets_longer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outage = Outage("a plane", far=True)
-    outage.is_over()
-    outage.goes_on(SILENT, 30.0, LONG_AGO)
+    outage.record_answer()
+    outage.record_failure(SILENT, 30.0, LONG_AGO)
     assert caplog.messages == []
-    monkeypatch.setattr(Outage, "LASTS", 0.0)
-    outage.goes_on(SILENT, 30.0, LONG_AGO)
+    monkeypatch.setattr(Outage, "LOG_AFTER", 0.0)
+    outage.record_failure(SILENT, 30.0, LONG_AGO)
     assert caplog.messages == [SAID]
-    outage.is_over()
+    outage.record_answer()
     assert caplog.messages[1:] == ["a plane answers again, after 0 s"]
 
 
@@ -71,13 +71,13 @@ async def test_one_that_has_answered_gets_longer(
 async def test_nothing_is_said_soon_where_the_error_comes_soon_or_the_plane_is_here(
     caplog: pytest.LogCaptureFixture, patience: float, far: bool
 ) -> None:
-    Outage("a plane", far=far).goes_on(SILENT, patience, LONG_AGO)
+    Outage("a plane", far=far).record_failure(SILENT, patience, LONG_AGO)
     assert caplog.messages == []
 
 
 async def test_what_asks_nothing_of_a_server_does_not_end_its_outage(caplog: pytest.LogCaptureFixture) -> None:
     async with nowhere() as plane:
-        plane._outage.goes_on(SILENT, 30.0, LONG_AGO)
-        assert await plane.farewells() == set()
+        plane._outage.record_failure(SILENT, 30.0, LONG_AGO)
+        assert await plane.cancel_on_close() == set()
         assert len(caplog.messages) == 1
         assert plane._outage._since

@@ -128,7 +128,7 @@ async def test_claims_that_nobody_took_over_are_seen(monkeypatch: pytest.MonkeyP
 
 
 async def test_waiters_that_nobody_wakes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hub, "tell", lambda self, news: None)
+    monkeypatch.setattr(Hub, "publish", lambda self, news: None)
     said = await _named_checks_fail(["a_wait_for_an_outcome_is_woken", "a_reader_is_woken", "a_waiting_claim_is_woken"])
     assert said.count("No comparison failed: expected the end within 1.5 seconds, came TimeoutError") == 3
 
@@ -139,7 +139,7 @@ async def test_a_waiter_that_is_not_woken_beside_another_is_seen(monkeypatch: py
             waiter.outcome = news.outcome
             waiter.event.set()
 
-    monkeypatch.setattr(Hub, "tell", tell_one)
+    monkeypatch.setattr(Hub, "publish", tell_one)
     said = await _named_checks_fail(["many_waiters_and_a_claimer_share_one_loop"])
     assert "came TimeoutError" in said
 

@@ -41,7 +41,7 @@ async def work(plane: Plane) -> None:
 
 
 async def read(plane: Plane, id: str) -> None:
-    await plane.look([id])
+    await plane.current_outcomes([id])
     say(memory("VmRSS"))
     count = 0
     async for value in dls.Queue("q", dispatch=plane).stream(id):

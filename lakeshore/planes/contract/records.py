@@ -97,7 +97,7 @@ class Row(NamedTuple):
     error: Failure | None
     body: bytes | None
 
-    def standing(self) -> str:
+    def describe(self) -> str:
         """How it stands, as part of a sentence, for who waits for its end in vain."""
         if self.state == "queued" and self.attempt:
             return f"it is back in queue {self.queue!r} after attempt {self.attempt}"

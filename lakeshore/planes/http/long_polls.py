@@ -25,7 +25,7 @@ from ..contract.records import Outcome
 from ..protocol.errors import decode_error
 from ..protocol.messages import decode_outcome, decode_page, encode_cursor
 from ..protocol.routes import MAX_ITEMS
-from ..remote_plane import HELD_S, PAUSE_S, hold_time
+from ..remote_plane import EARLY_ANSWER_PAUSE, POLL_TIMEOUT, poll_timeout
 from .attempt import MissingRoute, reading, text_of
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ class Watch:
             heard = await self._answer(poll, keys, this)
             for news in heard:
                 self._tell(news)
-            early = anyio.current_time() - began < HELD_S / 2
+            early = anyio.current_time() - began < POLL_TIMEOUT / 2
             if early and self._newest[poll] is this and not any(map(_says_something, heard)):
-                await anyio.sleep(PAUSE_S)  # else a server that holds nothing is asked as fast as it answers
+                await anyio.sleep(EARLY_ANSWER_PAUSE)  # else a server that holds nothing is asked as fast as it answers
         finally:
             self._flying[poll] -= 1
             if self._newest[poll] is this:
@@ -127,7 +127,7 @@ class Watch:
     async def _answer(self, poll: int, keys: set[Key], this: object) -> list[News]:
         """The answer, however often it takes; nothing when a newer poll has this one's keys."""
         cursors = [key for key in keys if isinstance(key, Cursor)]
-        held = hold_time()
+        held = poll_timeout()
         fields: dict[str, Any] = {
             "items": [{"invocation_id": key} for key in keys if isinstance(key, str)],
             "streams": [encode_cursor(cursor) for cursor in cursors],

@@ -1,4 +1,4 @@
-"""The HTTP plane: `HttpDispatch`, a `HeldPlane` whose store is a control-plane server, and that store."""
+"""The HTTP plane: `HttpDispatch`, a `RemotePlane` whose store is a control-plane server, and that store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..protocol import messages
 from ..protocol.errors import TooLarge, decode_error
 from ..protocol.fields import is_list
 from ..protocol.routes import MAX_ITEMS
-from ..remote_plane import HeldPlane
+from ..remote_plane import RemotePlane
 from .attempt import Client, MissingRoute, reading, text_of
 from .long_polls import Watch
 from .older_server import PlainServer
@@ -92,7 +92,7 @@ class HttpStore:
     async def open(self) -> None:
         self.client.open()
 
-    async def hurry(self) -> None:
+    async def begin_close(self) -> None:
         """The end is near: give no request much longer, and those that come no more than that either."""
         self.client.hurry()
 
@@ -224,7 +224,7 @@ class HttpStore:
             self._plain.learn(name, exc)
             raise
 
-    async def left(self, op: Operation) -> None:
+    async def abandon(self, op: Operation) -> None:
         """The caller of a held operation has gone: end the poll, and give back what it took."""
         if isinstance(op, Claim) and op.poll_id is not None:
             try:
@@ -359,7 +359,7 @@ def hear(op: Any, fields: Mapping[str, Any]) -> Any:
     return messages.decode_cancel_answer(op, fields)
 
 
-class HttpDispatch(HeldPlane):
+class HttpDispatch(RemotePlane):
     """The plane behind a control-plane server, `lakeshore server start`, from any number of machines.
 
     url: where the server is, `http://` or `https://`, without a token in it. token: the bearer token, white space around
@@ -391,7 +391,7 @@ class HttpDispatch(HeldPlane):
 
     def reached(self) -> None:
         """The server has answered: from now on it is down, not missing, when it does not; and who waits for it is woken."""
-        self._outage.is_over()
+        self._outage.record_answer()
         if self.patience == type(self).patience:
             self.patience = PATIENCE
 

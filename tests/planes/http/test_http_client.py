@@ -329,10 +329,10 @@ async def test_after_an_outage_one_answer_wakes_all_who_wait_for_the_plane(monke
             with anyio.fail_after(20):
                 async with anyio.create_task_group() as group:
                     group.start_soon(partial(plane.submit, "q", b"x", id="i"))
-                    group.start_soon(plane.look, ["i"])
+                    group.start_soon(plane.current_outcomes, ["i"])
                     await wait_until(lambda: len(plane._outage._pausing) == 2, description="two that wait")
                     seen = len(server.seen)
-                    await anyio.sleep(engine.Outage.WAKES)
+                    await anyio.sleep(engine.Outage.WAKE_AFTER)
                     assert len(server.seen) == seen
                     down = False
                     assert await plane.counts() == {}
@@ -346,8 +346,8 @@ async def test_where_some_requests_fail_and_others_do_not_nobody_is_woken() -> N
         group.start_soon(outage.pause, 60.0)
         for _ in range(5):
             await wait_until(lambda: outage._pausing, description="who waits")
-            outage.is_over()
-            outage.goes_on(dls.PlaneUnavailable("of one"), 60.0)
+            outage.record_answer()
+            outage.record_failure(dls.PlaneUnavailable("of one"), 60.0)
         await anyio.wait_all_tasks_blocked()
         assert len(outage._pausing) == 1
         group.cancel_scope.cancel()
@@ -670,7 +670,7 @@ async def test_closing_leaves_nothing(server: Server, queue: str) -> None:
     await wait_until(lambda: left()[0] <= 0, description="the end of the sockets")
     await wait_until(lambda: left()[1:] == (set(), set()), description="the end of tasks and threads")
     async with plane:  # and it may be used again
-        assert (await plane.look([id]))[0].state == "pending"
+        assert (await plane.current_outcomes([id]))[0].state == "pending"
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -709,7 +709,7 @@ async def test_two_event_loops_share_one_plane(server: Server, queue: str) -> No
 
     async def elsewhere() -> list[str]:
         ids = await gathered([partial(mine.submit, n) for n in range(50)])
-        return [outcome.state for outcome in await plane.look(ids)]
+        return [outcome.state for outcome in await plane.current_outcomes(ids)]
 
     async with plane:
         async with anyio.create_task_group() as group:
@@ -776,7 +776,7 @@ async def test_a_claim_whose_caller_leaves_goes_back_at_once(server: Server, que
     async with dls.HttpDispatch(server.url) as other:
         with proxy_before(server.port) as proxy:
             async with dls.HttpDispatch(proxy.url) as plane:
-                await plane.look(["some-id"])
+                await plane.current_outcomes(["some-id"])
                 proxy.keep_back("/daemon/poll")
                 if not held:
                     id = await other.submit(queue, b"x")

@@ -217,7 +217,7 @@ async def test_what_it_does_not_know(queue: dls.Queue, plane: dls.HttpDispatch, 
             faults(plain_unknown=unnamed)
             with pytest.raises(dls.InvocationNotFound, match="no-such-id"):
                 await verb()
-    assert [outcome.state for outcome in await plane.look(["no-such-id"])] == ["unknown"]
+    assert [outcome.state for outcome in await plane.current_outcomes(["no-such-id"])] == ["unknown"]
 
 
 async def test_what_it_cannot_do_is_said(queue: dls.Queue, plane: dls.HttpDispatch, url: str) -> None:
@@ -247,8 +247,8 @@ async def test_a_claim_has_the_attempt_that_such_servers_have(queue: dls.Queue, 
 async def test_namespaces_and_tokens(url: str) -> None:
     async with dls.HttpDispatch(url, namespace="one") as one, dls.HttpDispatch(url, namespace="two") as two:
         id = await one.submit("q", b"x")
-        assert [outcome.state for outcome in await one.look([id])] == ["pending"]
-        assert [outcome.state for outcome in await two.look([id])] == ["unknown"]
+        assert [outcome.state for outcome in await one.current_outcomes([id])] == ["pending"]
+        assert [outcome.state for outcome in await two.current_outcomes([id])] == ["unknown"]
     with Process(HERE / "seed_server.py", "--port", 0, "--token", "right") as process:
         wait_until_sync(lambda: process.out.endswith("\n"), 30, "the port of the seed server")
         there = f"http://127.0.0.1:{process.out.strip()}"

@@ -252,8 +252,8 @@ async def test_connections_that_died_without_a_word_are_given_up(
     """As behind a router that has forgotten them. Here the seconds that this takes are made few."""
     monkeypatch.setattr(client, "ANSWER_S", 1.0)
     monkeypatch.setattr(client, "HELD_ANSWER_S", 1.0)
-    monkeypatch.setattr("dreamlake.lakeshore.planes.remote_plane.HELD_S", 1.0)
-    monkeypatch.setattr("dreamlake.lakeshore.planes.http.long_polls.HELD_S", 1.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.remote_plane.POLL_TIMEOUT", 1.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.http.long_polls.POLL_TIMEOUT", 1.0)
     server = started.server(tmp_path / "plane.db")
     marks = tmp_path / "marks"
     with proxy_before(server.port) as proxy:
@@ -270,7 +270,7 @@ async def test_connections_that_died_without_a_word_are_given_up(
 async def test_closing_does_not_wait_for_a_server_that_is_silent(server: Server) -> None:
     with proxy_before(server.port) as proxy:
         plane = dls.HttpDispatch(proxy.url)
-        await plane.look(["some-id"])
+        await plane.current_outcomes(["some-id"])
         ended: list[str] = []
 
         async def wait(verb: Any) -> None:

@@ -377,7 +377,7 @@ async def test_small_outcomes_and_large_ones_come_in_answers_of_their_own() -> N
             await plane.finish(Fence(one.id, "w", one.attempt), "succeeded", result=result)
         left, answers = set(ids), list[set[str]]()
         while left:
-            found = await plane.together(sorted(left), [], timeout=5.0)
+            found = await plane.await_many(sorted(left), [], timeout=5.0)
             answers.append({outcome.id for outcome in found.outcomes})
             left -= answers[-1]
             assert found.more == bool(left)

@@ -131,7 +131,7 @@ async def test_reads_are_of_the_primary_whatever_the_address_says(place: Place) 
     place = place._replace(mongo=f"{place.mongo}{asks}readPreference=secondary")
     async with place.plane() as plane:
         id = await plane.submit("q", b"")
-        assert (await plane.look([id]))[0].state == "pending"
+        assert (await plane.current_outcomes([id]))[0].state == "pending"
 
 
 # A database that is killed -------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ async def test_what_was_answered_is_there_after_a_kill(place: Place, tmp_path: P
         there = list(answered)
         service.start()
         async with place.plane() as plane:
-            assert [one.id for one in await plane.look(there) if one.state == "unknown"] == []
+            assert [one.id for one in await plane.current_outcomes(there) if one.state == "unknown"] == []
 
 
 # A Redis that does half of it ----------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ async def test_several_at_once(place: Place) -> None:
         frames = [Append(fence(one), 0, (one.body, b"end")) for one in claims]
         assert [tuple(one) for one in await plane.many(frames)] == [(2, 0)] * len(sizes)
         assert set(await plane.many([Finish(fence(one), "succeeded", one.body) for one in claims])) == {True}
-        outcomes = await plane.look(ids)
+        outcomes = await plane.current_outcomes(ids)
         assert [outcome.result == body for outcome, body in zip(outcomes, bodies, strict=True)] == [True] * len(sizes)
         for id, body in zip(ids, bodies, strict=True):
             page = await plane.page(id, max_bytes=64 * MB)
@@ -103,7 +103,7 @@ async def test_errors_and_configs_that_are_too_large_for_a_document(place: Place
         (claimed,) = await plane.claim(["q"], "w")
         assert claimed.config == config
         await plane.finish(fence(claimed), "failed", error=Failure("E", "long", trace))
-        (outcome,) = await plane.look([id])
+        (outcome,) = await plane.current_outcomes([id])
         assert outcome.error == Failure("E", "long", trace)
 
 

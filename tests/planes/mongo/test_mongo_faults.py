@@ -177,7 +177,7 @@ async def ack(trial: Trial) -> AsyncIterator[Awaitable[None]]:
     yield act()
     assert len(said) == 1
     assert await trial.direct.finish(fence(claimed), "succeeded", result=b"other") is False
-    (outcome,) = await trial.direct.look([claimed.id])
+    (outcome,) = await trial.direct.current_outcomes([claimed.id])
     assert (outcome.state, outcome.result) == ("succeeded", b"r")
     page = await trial.direct.page(claimed.id)
     assert (page.frames, page.closed) == ([(0, b"a"), (1, b"END")], True)

@@ -89,7 +89,7 @@ async def test_what_nobody_can_count_is_in_no_other_claimers_way(place: Place) -
             for n in range(8):
                 group.start_soon(work, (plane, other)[n % 2], f"w{n}")
         assert sorted(taken) == sorted(ids[1::2])
-        assert {one.state for one in await plane.look(ids[::2])} == {"failed"}
+        assert {one.state for one in await plane.current_outcomes(ids[::2])} == {"failed"}
 
 
 @asyncio_only
@@ -126,7 +126,7 @@ async def test_a_row_without_its_time_spoils_nobody_elses_wait(place: Place) -> 
         bad, good = await plane.submit("q", b"first"), await plane.submit("q", b"second")
         with Stored(place.mongo) as stored:
             stored.database["invocations"].update_one({"id": bad}, {"$unset": {"submittedAt": 1}})
-        assert [one.state for one in await other.look([bad, good])] == ["pending", "pending"]
+        assert [one.state for one in await other.current_outcomes([bad, good])] == ["pending", "pending"]
         for claimed in await plane.claim(["q"], "w", limit=2):
             await plane.finish(fence(claimed), "succeeded")
         with anyio.fail_after(30):
@@ -176,7 +176,7 @@ async def test_a_server_that_stood_still_adds_no_frames_where_readers_have_gone_
     with place.proxied() as (slow, proxy):
         async with slow.plane() as still, place.plane() as plane:
             stream = await begun(plane)
-            await still.look([stream.claimed.id])
+            await still.current_outcomes([stream.claimed.id])
             refused: list[dls.ClaimLost] = []
 
             async def append() -> None:
@@ -239,7 +239,7 @@ async def test_a_row_of_strangers_that_is_waited_for_ends_nobody_elses_wait(
         async with anyio.create_task_group() as group:
             # As its readers do, without the looks that are their own fault.
             engine: Any = other._engines.opened()
-            engine.hub.enter([("journal", bad.claimed.id)], Waiter())
+            engine.hub.subscribe([("journal", bad.claimed.id)], Waiter())
             group.start_soon(wait, bad.claimed.id)
             group.start_soon(wait, good.claimed.id)
             await anyio.sleep(1.0)
@@ -260,7 +260,7 @@ async def test_an_outcome_that_is_lost_is_one_and_its_neighbours_are_answered(
             await plane.finish(fence(claimed), "succeeded", result=b"result")
         with Stored(place.mongo) as stored:
             stored.database["invocations"].update_one({"id": bad}, {"$set": change})
-        lost, there = await plane.look([bad, good])
+        lost, there = await plane.current_outcomes([bad, good])
         assert (there.state, there.result) == ("succeeded", b"result")
         assert lost.state == "failed"
         assert lost.error is not None

@@ -191,7 +191,7 @@ async def test_two_acks_at_two_servers_are_one(servers: Servers) -> None:
                 for plane in (one, two):
                     group.start_soon(ack, plane, fence)
         assert Counter(said) == {True: 20, False: 20} or said == [True] * 40  # over HTTP a repeat is told no other
-        outcomes = await one.look(ids)
+        outcomes = await one.current_outcomes(ids)
         assert [outcome.result for outcome in outcomes] == [id.encode() for id in ids]
 
 

@@ -248,7 +248,7 @@ async def wait_alone(plane: dls.MongoDispatch) -> bytes | None:
 
 
 async def wait_among_many(plane: dls.MongoDispatch) -> bytes | None:
-    (outcome,) = (await plane.together(["same"], [], timeout=60)).outcomes
+    (outcome,) = (await plane.await_many(["same"], [], timeout=60)).outcomes
     return outcome.result
 
 

@@ -51,7 +51,7 @@ class Cycles:
         assert len(rows) == count
         # An attempt whose claim was never heard of went back, at no cost.
         assert {(row.state, row.lost, row.failures) for row in rows} == {("succeeded", 0, 0)}
-        outcomes = await direct.look([row.id for row in rows])
+        outcomes = await direct.current_outcomes([row.id for row in rows])
         assert [outcome.result for outcome in outcomes] == [row.id.encode() for row in rows]
         for row in rows:
             page = await direct.page(row.id)
@@ -98,7 +98,7 @@ async def test_a_database_that_is_away_for_longer_than_the_patience(place: Place
             plane.patience = 0.5
             proxy.refuse()
             with anyio.fail_after(40):
-                for verb in (plane.submit("q", b"body"), plane.look([id]), plane.claim(["q"], "w")):
+                for verb in (plane.submit("q", b"body"), plane.current_outcomes([id]), plane.claim(["q"], "w")):
                     with pytest.raises(dls.PlaneUnavailable) as failure:
                         await verb
                     assert "127.0.0.1" in str(failure.value)
@@ -115,7 +115,7 @@ async def test_a_database_that_is_silent(place: Place) -> None:
             id = await plane.submit("q", b"body")
             proxy.stall()
             with anyio.move_on_after(1.0) as scope:
-                await plane.look([id])
+                await plane.current_outcomes([id])
             assert scope.cancelled_caught  # cancellation reaches a read
             proxy.mend()
             with anyio.fail_after(60):

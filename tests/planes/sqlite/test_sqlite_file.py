@@ -150,7 +150,7 @@ async def test_namespaces_do_not_see_each_other(path: Path) -> None:
         assert claimed.body == b"of b"
         assert await a.counts() == {("q", "queued"): 1}
         assert await b.counts() == {("q", "running"): 1}
-        assert (await a.look(["same"]))[0].state == "pending"
+        assert (await a.current_outcomes(["same"]))[0].state == "pending"
 
 
 async def test_rows_survive_the_process(path: Path) -> None:
@@ -771,7 +771,7 @@ async def test_bad_arguments_are_refused_before_they_spoil_a_batch(path: Path) -
         for lease in (0.0, -1.0, float("nan"), float("inf")):
             with pytest.raises(ValueError, match="expected a lease in seconds above 0"):
                 await plane.claim(["q"], "w", lease=lease)
-        assert (await plane.look([id]))[0].state == "pending"
+        assert (await plane.current_outcomes([id]))[0].state == "pending"
 
 
 def _dedent(text: str) -> str:
@@ -807,7 +807,7 @@ async def test_bodies_and_results_of_any_size_come_back_whole(path: Path, size: 
         assert claimed.body == body
         assert await plane.finish(fence_of(claimed, "w"), "succeeded", result=body[::-1]) is True
         assert await plane.finish(fence_of(claimed, "w"), "succeeded", result=body[::-1]) is False
-        (outcome,) = await plane.look(["a"])
+        (outcome,) = await plane.current_outcomes(["a"])
         assert outcome.result == body[::-1]
         await plane.submit("q", body, id="a")  # a repeat writes nothing
         assert await plane.purge(-1.0) == 1
@@ -933,7 +933,7 @@ async def test_a_closed_plane_opens_again(path: Path, moment: str) -> None:
                 await plane.outcome("a")
     else:
         await plane.aclose()
-    assert (await plane.look(["a"]))[0].state == "pending"
+    assert (await plane.current_outcomes(["a"]))[0].state == "pending"
     await plane.aclose()
 
 
