@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from http_children import processes, serve
 
-from dreamlake.lakeshore.planes.remote_plane import POLL_TIMEOUT
+from dreamlake.lakeshore.limits import POLL_TIMEOUT
 
 if TYPE_CHECKING:
     from figures import Bench

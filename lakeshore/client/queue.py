@@ -9,6 +9,7 @@ import anyio
 from ..body.context import current_invocation
 from ..errors import EncodeError, InvocationNotFound, WireError
 from ..functions.serialize import Thunk
+from ..limits import DEFAULT_LEASE
 from ..planes.contract.records import TERMINAL, Outcome, Row, RowFilter
 from ..planes.plane import Plane
 from ..settings import read_settings
@@ -243,7 +244,7 @@ class Queue:
 
     # Workers, by hand
 
-    async def claim(self, *, timeout: float | None = 0.0, lease: float | None = 30.0) -> Job | None:
+    async def claim(self, *, timeout: float | None = 0.0, lease: float | None = DEFAULT_LEASE) -> Job | None:
         """Take the next due job: highest priority first, then submit order. None when there is none.
 
         timeout: seconds to wait for one (None: for ever). lease: seconds after which the job goes to others unless it
@@ -278,7 +279,9 @@ class Queue:
         """
         return await jobs.post(self.dispatch, job, value, final)
 
-    def working(self, *, timeout: float | None = None, lease: float = 30.0) -> AbstractAsyncContextManager[Job]:
+    def working(
+        self, *, timeout: float | None = None, lease: float = DEFAULT_LEASE
+    ) -> AbstractAsyncContextManager[Job]:
         """`async with q.working() as job: job.result = ...`: claim, renew the lease meanwhile, acknowledge at the end.
 
         Waits `timeout` seconds for a job (None: for ever), then raises TimeoutError. An exception of the body ends the

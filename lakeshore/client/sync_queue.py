@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..concurrency.run_sync import run_sync
+from ..limits import DEFAULT_LEASE
 from ..wire import Frame
 from . import job as jobs
 from .queue import Queue, call
@@ -158,7 +159,7 @@ class SyncQueue:
         """The newest invocations of this queue."""
         return self._run(self._aio.list, state=state, key=key, limit=limit)
 
-    def claim(self, *, timeout: float | None = 0.0, lease: float | None = 30.0) -> Job | None:
+    def claim(self, *, timeout: float | None = 0.0, lease: float | None = DEFAULT_LEASE) -> Job | None:
         """Take the next due job; None when there is none within `timeout` seconds."""
         return self._run(self._aio.claim, timeout=timeout, lease=lease)
 
@@ -181,7 +182,7 @@ class SyncQueue:
         """Write a value to the job's stream; its seq."""
         return self._run(self._aio.post, job, value, final)
 
-    def working(self, *, timeout: float | None = None, lease: float = 30.0) -> SyncWorking:
+    def working(self, *, timeout: float | None = None, lease: float = DEFAULT_LEASE) -> SyncWorking:
         """`with q.working() as job: job.result = ...`: claim, renew the lease meanwhile, acknowledge at the end.
 
         Waits `timeout` seconds for a job (None: for ever), then raises TimeoutError. An exception of the body ends the

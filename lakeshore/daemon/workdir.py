@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from ..limits import OUTPUT_TAIL_BYTES
 from ..settings import read_settings
 
 if TYPE_CHECKING:
@@ -64,8 +65,6 @@ GATE = "LAKESHORE_GATE"
 MODULES = "LAKESHORE_MODULES"
 """The variable with the folder in which a child elsewhere finds the modules that its daemon finds, if it is there, too."""
 
-TAIL = 4096
-"""Bytes of a child's output that an error shows."""
 _ERROR_LIMIT = 1 << 20
 _LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TRUTH = {"1": True, "0": False}
@@ -186,8 +185,8 @@ def last_output(folder: Path) -> str:
         if found is None:
             continue
         with open(found, "rb", buffering=0) as file:
-            file.seek(max(0, os.fstat(found).st_size - TAIL))
-            text = (file.read(TAIL) or b"").decode("utf-8", "replace").strip()
+            file.seek(max(0, os.fstat(found).st_size - OUTPUT_TAIL_BYTES))
+            text = (file.read(OUTPUT_TAIL_BYTES) or b"").decode("utf-8", "replace").strip()
         if text:
             return text
     return ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 
 from ..errors import InvocationNotFound, PlaneUnavailable
+from ..limits import LARGE_BYTES
 from .contract.records import TERMINAL, Outcome, Page
 from .hub import Waiter
 
@@ -25,8 +26,6 @@ MAX_BYTES = 16 << 20
 """How many bytes of results and frames one answer gathers; a larger one comes alone."""
 
 
-LARGE = 1 << 20
-"""Bytes of a result from which on it is in no answer with smaller ones."""
 SMALL_FIRST = 0.75
 """How often those go first."""
 
@@ -109,10 +108,10 @@ class _Wait(Waiter):
         Mostly the small ones go first, for they are soon gone; not always, or many of them would keep the large for ever.
         """
         outcomes, more = list(self._outcomes.values()), self._more
-        small = [outcome for outcome in outcomes if _size(outcome) <= LARGE]
+        small = [outcome for outcome in outcomes if _size(outcome) <= LARGE_BYTES]
         if (small or self._pages) and len(small) < len(outcomes):
             first = random.random() < SMALL_FIRST
-            outcomes, more = small if first else [one for one in outcomes if _size(one) > LARGE], True
+            outcomes, more = small if first else [one for one in outcomes if _size(one) > LARGE_BYTES], True
             if not first:
                 return AwaitMany(outcomes, [], more)
         return AwaitMany(outcomes, list(self._pages.items()), more)

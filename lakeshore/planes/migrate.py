@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DispatchError, InvocationNotFound
+from ..limits import MAX_FRAMES_PER_PAGE
 from .contract.operations import Restore, weight_of
 from .contract.records import RowFilter
 from .contract.store import Movable
@@ -37,7 +38,6 @@ __all__ = ["Migration", "Tally", "check_at_rest", "settle"]
 
 ROWS, BYTES = 200, 4 << 20
 """How much is read or written at once, unless one body alone is larger."""
-FRAMES = 2000
 NAMED = 5
 """Running rows that a refusal names."""
 
@@ -254,7 +254,7 @@ async def _copies(plane: Plane, after: str | None, queues: Sequence[str]) -> lis
 
 async def _frames(plane: Plane, id: str, since: int) -> list[tuple[int, bytes]]:
     async def look(store: Store) -> list[tuple[int, bytes]]:
-        return await _movable(plane, store).journal(id, since, FRAMES, BYTES)
+        return await _movable(plane, store).journal(id, since, MAX_FRAMES_PER_PAGE, BYTES)
 
     return await plane.read_store(look)
 

@@ -11,6 +11,7 @@ import anyio
 from ..concurrency.per_loop import PerLoop
 from ..errors import DispatchError, InvocationNotFound, PlaneUnavailable
 from ..ids import check_id
+from ..limits import DEFAULT_LEASE, DEFAULT_MAX_LOST, MAX_BYTES_PER_PAGE, MAX_FRAMES_PER_PAGE, MAX_SEQ
 from .await_many import AwaitMany, await_many
 from .contract.operations import (
     Append,
@@ -41,12 +42,9 @@ if TYPE_CHECKING:
     from .contract.news import Cursor, Kind
     from .contract.store import Store
 
-__all__ = ["PAGE_BYTES", "PAGE_FRAMES", "Plane"]
+__all__ = ["Plane"]
 
 T = TypeVar("T")
-
-PAGE_FRAMES = 2000
-PAGE_BYTES = 16 << 20
 
 
 class Plane:
@@ -137,8 +135,8 @@ class Plane:
         worker: str,
         *,
         limit: int = 1,
-        lease: float | None = 30.0,
-        max_lost: int = 5,
+        lease: float | None = DEFAULT_LEASE,
+        max_lost: int = DEFAULT_MAX_LOST,
         timeout: float | None = 0.0,
         poll_id: str | None = None,
         local: bool = True,
@@ -239,10 +237,12 @@ class Plane:
             check_id(id)
         return await self._persist(lambda engine: engine.read(engine.store.outcomes, ids))
 
-    async def page(self, id: str, since: int = -1, *, limit: int = PAGE_FRAMES, max_bytes: int = PAGE_BYTES) -> Page:
+    async def page(
+        self, id: str, since: int = -1, *, limit: int = MAX_FRAMES_PER_PAGE, max_bytes: int = MAX_BYTES_PER_PAGE
+    ) -> Page:
         """The frames after `since` that are there now. Raises InvocationNotFound."""
         check_id(id)
-        since = max(-1, min(since, 2**62))
+        since = max(-1, min(since, MAX_SEQ))
         return await self._persist(lambda engine: engine.read(engine.store.page, id, since, limit, max_bytes))
 
     async def cancels(self, worker: str) -> list[tuple[str, int]]:
@@ -349,8 +349,8 @@ class Plane:
         id: str,
         since: int,
         *,
-        limit: int = PAGE_FRAMES,
-        max_bytes: int = PAGE_BYTES,
+        limit: int = MAX_FRAMES_PER_PAGE,
+        max_bytes: int = MAX_BYTES_PER_PAGE,
         timeout: float | None = None,
     ) -> Page:
         """The frames after `since`, waiting for the first, or for the journal's end.

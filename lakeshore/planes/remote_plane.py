@@ -12,26 +12,24 @@ from ..concurrency.portal import across
 from ..concurrency.tasks import spawn
 from ..errors import InvocationNotFound, PlaneUnavailable
 from ..ids import check_id, new_id
+from ..limits import MAX_BYTES_PER_PAGE, MAX_FRAMES_PER_PAGE, MAX_SEQ, POLL_TIMEOUT
 from .contract.news import Cursor, Kind
 from .contract.operations import Beat, Beaten, Claim, Claimed, Operation, Submit
 from .contract.records import TERMINAL, Outcome, Page
 from .contract.store import Store
 from .engine import Engine, Outage, opened
 from .hub import Waiter
-from .plane import PAGE_BYTES, PAGE_FRAMES, Plane
+from .plane import Plane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from .batcher import Batcher
 
-__all__ = ["EARLY_ANSWER_PAUSE", "POLL_TIMEOUT", "RemotePlane", "poll_timeout"]
+__all__ = ["EARLY_ANSWER_PAUSE", "RemotePlane", "poll_timeout"]
 
 EARLY_ANSWER_PAUSE = 0.05
 """After an answer of nothing that came far before its time."""
-POLL_TIMEOUT = 30.0
-"""Seconds that one poll is held at most: less than three requests a minute for whoever waits, and less than most proxies
-allow."""
 
 
 def poll_timeout() -> float:
@@ -254,11 +252,11 @@ class RemotePlane(Plane):
         id: str,
         since: int,
         *,
-        limit: int = PAGE_FRAMES,
-        max_bytes: int = PAGE_BYTES,
+        limit: int = MAX_FRAMES_PER_PAGE,
+        max_bytes: int = MAX_BYTES_PER_PAGE,
         timeout: float | None = None,
     ) -> Page:
-        cursor = Cursor(check_id(id), max(-1, min(since, 2**62)), limit, max_bytes)
+        cursor = Cursor(check_id(id), max(-1, min(since, MAX_SEQ)), limit, max_bytes)
         with anyio.move_on_after(timeout):
             return await self._page_after(cursor)
         page = await self.page(id, since, limit=limit, max_bytes=max_bytes)  # not before it has looked

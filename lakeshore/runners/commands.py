@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 
 from ..errors import DispatchError
+from ..limits import OUTPUT_TAIL_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = ["Answer", "Guard", "run_command"]
 
-TAIL = 4096
-"""Bytes of a program's output that an error shows."""
 _GUARD = 'read -r done || exec "$@" >/dev/null 2>&1'
 """A line says that there is nothing left to end; the end of the pipe without one, that this process is gone."""
 
@@ -31,7 +30,7 @@ class Answer(NamedTuple):
     @property
     def said(self) -> str:
         """The end of what it wrote to stderr, or to stdout if nothing."""
-        return (self.err.strip() or self.out.strip())[-TAIL:]
+        return (self.err.strip() or self.out.strip())[-OUTPUT_TAIL_BYTES:]
 
 
 async def run_command(

@@ -14,14 +14,14 @@ import anyio
 
 from ..errors import InvocationNotFound, WireError
 from ..ids import check_id
+from ..limits import MAX_BYTES_PER_PAGE, MAX_FRAMES_PER_PAGE, MAX_ITEMS_PER_REQUEST, MAX_SEQ, POLL_TIMEOUT
 from ..planes.contract.news import Cursor
 from ..planes.contract.operations import Beaten, Claim, Claimed, Fence, Requeue
 from ..planes.contract.records import Outcome, RowFilter
-from ..planes.plane import PAGE_BYTES, PAGE_FRAMES
 from ..planes.protocol import messages
 from ..planes.protocol.errors import encode_error, status_of
 from ..planes.protocol.fields import encode, field, read_items, read_pairs, seconds
-from ..planes.protocol.routes import AWAIT_S, MAX_ITEMS
+from ..planes.protocol.routes import AWAIT_S
 from .requests import told, whole
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ __all__ = ["HANDLERS", "HELD", "stream"]
 Fields = dict[str, Any]
 Handler: TypeAlias = "Callable[[Call], Coroutine[Any, Any, Fields]]"
 
-POLL_S = 30.0
-"""Seconds that a poll is held when it names no time."""
 MOST_LINGER_S = 1.0
 
 logger = logging.getLogger("dreamlake.lakeshore.server")
@@ -165,12 +163,15 @@ def _echo(value: object) -> Any:
 def _cursor(fields: Mapping[str, Any]) -> Cursor:
     since, limit, most = (
         field(fields, name, int, default)
-        for name, default in (("since", -1), ("limit", PAGE_FRAMES), ("max_bytes", PAGE_BYTES))
+        for name, default in (("since", -1), ("limit", MAX_FRAMES_PER_PAGE), ("max_bytes", MAX_BYTES_PER_PAGE))
     )
     if limit < 1 or most < 1:
         raise WireError(f"expected `limit` and `max_bytes` from 1, got {limit} and {most}")
     return Cursor(
-        messages.read_invocation_id(fields), max(-1, min(since, 2**62)), min(limit, PAGE_FRAMES), min(most, PAGE_BYTES)
+        messages.read_invocation_id(fields),
+        max(-1, min(since, MAX_SEQ)),
+        min(limit, MAX_FRAMES_PER_PAGE),
+        min(most, MAX_BYTES_PER_PAGE),
     )
 
 
@@ -206,8 +207,8 @@ async def invocation(call: Call) -> Fields:
 
 async def invocations(call: Call) -> Fields:
     query, limit = call.query, whole(call.query, "limit", 100)
-    if not 1 <= limit <= MAX_ITEMS:
-        raise WireError(f"expected `limit` from 1 to {MAX_ITEMS}, got {limit}")
+    if not 1 <= limit <= MAX_ITEMS_PER_REQUEST:
+        raise WireError(f"expected `limit` from 1 to {MAX_ITEMS_PER_REQUEST}, got {limit}")
     names = {name: query.get(name) for name in ("queue", "state", "key", "root")}
     id = check_id(query["id"]) if "id" in query else None
     rows = await call.plane.rows(RowFilter(id, **names, limit=limit, body=query.get("body") == "1"))
@@ -226,7 +227,7 @@ async def queues(call: Call) -> Fields:
 async def poll(call: Call) -> Fields:
     """Wait for claims. The repeat of a poll with an id gets its claims again; a poll without an id releases what its client
     did not receive."""
-    op, timeout = messages.decode_claim(call.fields), call.seconds("timeout_s", POLL_S)
+    op, timeout = messages.decode_claim(call.fields), call.seconds("timeout_s", POLL_TIMEOUT)
     name = None if op.poll_id is None else _poll_name(call, op.worker, op.poll_id)
     with call.turn(name) as turn:
         claims = [] if name is not None and call.service.polls.released(name) else await _claim(call, turn, op, timeout)

@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WireError
+from ..limits import MAX_FRAME_BYTES
 from . import _msgpack
 from .codec import Bin, dump, ext_hook, unpack, wire_error
 from .encode_errors import kind_of
@@ -16,9 +17,8 @@ from .encode_errors import kind_of
 if TYPE_CHECKING:
     from .registry import Buffer
 
-__all__ = ["FRAME_LIMIT", "Frame", "FrameDecoder", "FrameKind", "FrameReader"]
+__all__ = ["Frame", "FrameDecoder", "FrameKind", "FrameReader"]
 
-FRAME_LIMIT = 256 << 20  # bytes; what a reader takes unless told otherwise
 
 _LARGE = 4096  # raw bodies above this size are spliced in, not copied
 _BITE = 1 << 20  # bytes handed to msgpack at once: bounds what its buffer holds beside the frame being read
@@ -88,7 +88,7 @@ class FrameDecoder:
     error, and so is whatever is not a frame; after an error the decoder gives the same error again.
     """
 
-    def __init__(self, limit: int = FRAME_LIMIT) -> None:
+    def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
         if limit < 1:
             raise ValueError(f"the limit of a frame is a number of bytes from 1, not {limit}")
         self._limit = limit
@@ -185,7 +185,7 @@ class FrameReader(AsyncIterator[Frame]):
     and for what is not a frame. Cancelling a read loses nothing: the next one goes on.
     """
 
-    def __init__(self, source: AsyncIterable[bytes], limit: int = FRAME_LIMIT) -> None:
+    def __init__(self, source: AsyncIterable[bytes], limit: int = MAX_FRAME_BYTES) -> None:
         self._chunks = aiter(source)
         self._decoder = FrameDecoder(limit)
         self._ready: Iterator[Frame] = iter(())

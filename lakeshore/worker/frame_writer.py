@@ -14,6 +14,7 @@ from ..body.execute import Pace
 from ..client.streams import restart_frame
 from ..concurrency.loops import loop_token, run_sync_soon
 from ..errors import ClaimLost, DispatchError, LakeshoreError, NotAuthorized, PlaneUnavailable
+from ..limits import MAX_BYTES_PER_PAGE, MAX_FRAMES_PER_PAGE, MAX_VALUE_FRAME_BYTES
 from ..planes.auth_grace import AuthGrace
 from ..planes.contract.operations import FinalFrame
 from ..wire import Frame, FrameKind, pack
@@ -29,12 +30,8 @@ __all__ = ["FrameWriter", "final_frame"]
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
-MAX_FRAMES = 2000
-MAX_BYTES = 16 << 20
-"""How much is gathered at most; a frame that alone is larger goes alone."""
-MAX_VALUE = 64 << 20
-"""Bytes of the largest value that goes as one VALUE frame; larger ones are cut into CHUNKs."""
 CHUNK = 4 << 20
+"""Bytes of one piece of a value that is too large for one frame."""
 REFUSED = 30.0
 """Seconds for which the plane may refuse frames to this worker before that ends their body."""
 
@@ -86,7 +83,7 @@ class FrameWriter:
         with self._lock:
             if self.error is not None:
                 raise self.error
-            if len(data) <= MAX_VALUE:
+            if len(data) <= MAX_VALUE_FRAME_BYTES:
                 self._push(b"".join((b"\x94\x00", _number(self._next), data, b"\xc0")))
             else:
                 self._push_chunks(data)
@@ -98,7 +95,7 @@ class FrameWriter:
 
     @property
     def _full(self) -> bool:
-        return len(self._waiting) >= MAX_FRAMES or self._bytes >= MAX_BYTES
+        return len(self._waiting) >= MAX_FRAMES_PER_PAGE or self._bytes >= MAX_BYTES_PER_PAGE
 
     def _push(self, frame: bytes) -> None:
         self._waiting.append(frame)
@@ -169,8 +166,8 @@ class FrameWriter:
         frames: list[bytes] = []
         size = 0
         with self._lock:
-            while self._waiting and self.error is None and len(frames) < MAX_FRAMES:
-                if frames and size + len(self._waiting[0]) > MAX_BYTES:
+            while self._waiting and self.error is None and len(frames) < MAX_FRAMES_PER_PAGE:
+                if frames and size + len(self._waiting[0]) > MAX_BYTES_PER_PAGE:
                     break
                 size += len(self._waiting[0])
                 frames.append(self._waiting.popleft())

@@ -23,6 +23,7 @@ from ..concurrency.backoff import Backoff
 from ..concurrency.run_sync import worker_runs_here
 from ..errors import DispatchError, PlaneUnavailable
 from ..functions.resolve import check_policy
+from ..limits import DEFAULT_LEASE, DEFAULT_MAX_LOST
 from ..planes.auth_grace import AuthGrace
 from ..planes.lease_keeper import LeaseKeeper
 from ..settings import read_settings
@@ -60,8 +61,8 @@ async def run_worker(
     concurrency: int = 1,
     retries: int = 0,
     timeout: float | None = None,
-    lease: float = 30.0,
-    max_lost: int = 5,
+    lease: float = DEFAULT_LEASE,
+    max_lost: int = DEFAULT_MAX_LOST,
     grace: float = 30.0,
     allow_pickled: bool | None = None,
     runtime_policy: str = "minor",

@@ -91,7 +91,7 @@ KILLED = """
 
     backend, source, target, seed = sys.argv[1:]
     chance = random.Random(seed)
-    migrate.ROWS, migrate.BYTES, migrate.FRAMES = 3, 2000, 2
+    migrate.ROWS, migrate.BYTES, migrate.MAX_FRAMES_PER_PAGE = 3, 2000, 2
     left = chance.randint(1, 30)
 
     def kill():

@@ -41,7 +41,7 @@ def little_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows and bytes are read and written at once, so that small planes take many steps."""
     monkeypatch.setattr(migrate, "ROWS", 3)
     monkeypatch.setattr(migrate, "BYTES", 2000)
-    monkeypatch.setattr(migrate, "FRAMES", 2)
+    monkeypatch.setattr(migrate, "MAX_FRAMES_PER_PAGE", 2)
 
 
 # Whatever was in them ---------------------------------------------------------------------------------------------------

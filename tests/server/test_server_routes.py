@@ -21,10 +21,11 @@ from starlette.routing import Mount
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.errors import PlaneUnavailable
+from dreamlake.lakeshore.limits import MAX_HOLD_TIME, MAX_ITEMS_PER_REQUEST, MAX_REQUEST_BYTES
 from dreamlake.lakeshore.planes.contract.operations import Fence
 from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.planes.protocol.fields import decode, encode
-from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE, MAX_BODY, MAX_HELD_S, MAX_ITEMS, ROUTES
+from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE, ROUTES
 from dreamlake.lakeshore.server.app import create_app
 from dreamlake.lakeshore.server.limits import Limits
 from dreamlake.lakeshore.server.requests import find
@@ -610,8 +611,11 @@ async def test_invocations_are_listed_by_every_filter_newest_first(client: Clien
 @pytest.mark.parametrize(
     ("query", "sentence"),
     [
-        ("limit=0", f"expected `limit` from 1 to {MAX_ITEMS}, got 0"),
-        (f"limit={MAX_ITEMS + 1}", f"expected `limit` from 1 to {MAX_ITEMS}, got {MAX_ITEMS + 1}"),
+        ("limit=0", f"expected `limit` from 1 to {MAX_ITEMS_PER_REQUEST}, got 0"),
+        (
+            f"limit={MAX_ITEMS_PER_REQUEST + 1}",
+            f"expected `limit` from 1 to {MAX_ITEMS_PER_REQUEST}, got {MAX_ITEMS_PER_REQUEST + 1}",
+        ),
         ("limit=x", "expected `limit` to be a whole number, got 'x'"),
         ("limit=", "expected `limit` to be a whole number, got ''"),
         ("limit=1.5", "expected `limit` to be a whole number, got '1.5'"),
@@ -690,8 +694,9 @@ async def test_claims_are_given_back_by_pairs_too(client: Client, plane: dls.Dis
 
 
 async def test_a_batch_has_at_most_so_many_items(client: Client) -> None:
-    answer = await client.post(CANCEL, {"items": [{}] * (MAX_ITEMS + 1)})
-    sentence = f"expected at most {MAX_ITEMS} `items` in one request, got {MAX_ITEMS + 1}: send several"
+    answer = await client.post(CANCEL, {"items": [{}] * (MAX_ITEMS_PER_REQUEST + 1)})
+    most = MAX_ITEMS_PER_REQUEST
+    sentence = f"expected at most {most} `items` in one request, got {most + 1}: send several"
     assert answer.error == (400, "WireError", sentence)
 
 
@@ -816,8 +821,8 @@ async def test_health_and_readiness_are_open_to_everybody(here: dls.Dispatch, to
 
 
 def test_the_limits_are_those_of_the_protocol() -> None:
-    assert Limits().body == MAX_BODY
-    assert Limits().held == MAX_HELD_S
+    assert Limits().body == MAX_REQUEST_BYTES
+    assert Limits().held == MAX_HOLD_TIME
 
 
 # --- what nobody means ------------------------------------------------------------------------------------------------
@@ -942,9 +947,9 @@ async def test_R50_a_body_of_very_many_small_values_is_refused_and_takes_little_
 
 
 async def test_large_bodies_of_what_is_usual_are_read(client: Client, plane: dls.Dispatch) -> None:
-    items = [submit_of(f"a{number}", args_blob=bytes(100)) for number in range(MAX_ITEMS)]
+    items = [submit_of(f"a{number}", args_blob=bytes(100)) for number in range(MAX_ITEMS_PER_REQUEST)]
     results = (await client.do(SUBMIT_MANY, {"items": items}))["results"]
-    assert len(results) == MAX_ITEMS
+    assert len(results) == MAX_ITEMS_PER_REQUEST
     assert {tuple(result) for result in results} == {("invocation_id", "queue")}
     await client.do(SUBMIT, submit_of("large", queue="l", args_blob=bytes(20 << 20)))
     await client.do(POLL, {"worker_id": "w", "queue": "l", "timeout_s": 0})

@@ -156,11 +156,11 @@ async def test_R42_frames_gather_to_a_bound_and_then_the_body_waits(
     async with running_worker(queue):
         id = await queue.submit(dls.thunk(bodies.acount if is_async else bodies.count, 20_000))
         await wait_until(lambda: len(slow.appends) == 2, description="the second append")
-        await wait_until(lambda: len(writers[0]._waiting) == frames_module.MAX_FRAMES, description="the bound")
+        await wait_until(lambda: len(writers[0]._waiting) == frames_module.MAX_FRAMES_PER_PAGE, description="the bound")
         slow.open.set()
         assert [value async for value in queue.stream(id)] == list(range(20_000))
     assert slow.appends[0] == 1
-    assert max(slow.appends) == frames_module.MAX_FRAMES
+    assert max(slow.appends) == frames_module.MAX_FRAMES_PER_PAGE
     assert sum(slow.appends) == 20_000
     assert slow.most == 1  # never two of one stream at once
     assert await kinds(queue, id) == [*((seq, VALUE) for seq in range(20_000)), (20_000, END)]
@@ -211,7 +211,7 @@ async def test_a_reader_that_is_slow_or_absent_does_not_hold_up_the_body(queue: 
 async def test_values_larger_than_a_frame_are_cut_and_joined(
     queue: dls.Queue, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames_module, "MAX_VALUE", 1000)
+    monkeypatch.setattr(frames_module, "MAX_VALUE_FRAME_BYTES", 1000)
     monkeypatch.setattr(frames_module, "CHUNK", 400)
     async with running_worker(queue):
         id = await queue.submit(dls.thunk(bodies.asizes if is_async else bodies.sizes, [10, 1001, 2000, 10]))
@@ -222,9 +222,9 @@ async def test_values_larger_than_a_frame_are_cut_and_joined(
 
 
 async def test_a_large_value_goes_in_appends_of_a_bounded_size(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames_module, "MAX_VALUE", 1000)
+    monkeypatch.setattr(frames_module, "MAX_VALUE_FRAME_BYTES", 1000)
     monkeypatch.setattr(frames_module, "CHUNK", 400)
-    monkeypatch.setattr(frames_module, "MAX_BYTES", 2000)
+    monkeypatch.setattr(frames_module, "MAX_BYTES_PER_PAGE", 2000)
     slow.open.set()
     queue = dls.Queue("q", dispatch=slow)
     async with running_worker(queue):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from ...limits import DEFAULT_LEASE, DEFAULT_MAX_LOST
 from .records import TERMINAL, Failure
 
 __all__ = [
@@ -79,8 +80,8 @@ class Claim(NamedTuple):
     queues: tuple[str, ...]
     worker: str
     limit: int = 1
-    lease: float | None = 30.0
-    max_lost: int = 5
+    lease: float | None = DEFAULT_LEASE
+    max_lost: int = DEFAULT_MAX_LOST
     poll_id: str | None = None
     local: bool = True
     wait: float = 0.0

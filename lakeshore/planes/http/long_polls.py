@@ -20,12 +20,12 @@ from anyio.lowlevel import checkpoint
 
 from ...errors import InvocationNotFound, PlaneUnavailable
 from ...ids import new_id
+from ...limits import MAX_ITEMS_PER_REQUEST, POLL_TIMEOUT
 from ..contract.news import Cursor, News
 from ..contract.records import Outcome
 from ..protocol.errors import decode_error
 from ..protocol.messages import decode_outcome, decode_page, encode_cursor
-from ..protocol.routes import MAX_ITEMS
-from ..remote_plane import EARLY_ANSWER_PAUSE, POLL_TIMEOUT, poll_timeout
+from ..remote_plane import EARLY_ANSWER_PAUSE, poll_timeout
 from .attempt import MissingRoute, reading, text_of
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ class Watch:
     def _place(self, wanted: set[Key], missing: set[Key]) -> tuple[int, set[Key]]:
         """A poll for what is missing, or some of it, and what else is to stand in it."""
         old = {poll: keys & wanted for poll, keys in self._keys.items() if poll != YOUNG}
-        poll = next(poll for poll in count(1) if len(old.get(poll, ())) <= MAX_ITEMS - FEW)
+        poll = next(poll for poll in count(1) if len(old.get(poll, ())) <= MAX_ITEMS_PER_REQUEST - FEW)
         here, young = old.get(poll, set[Key]()), (self._keys[YOUNG] & wanted).difference(*old.values()) | missing
         if any(old.values()) and len(young) <= max(FEW, len(here)):
             return YOUNG, young
         more = young - missing if here else ()
-        return poll, here | set(islice(chain(missing, more), MAX_ITEMS - len(here)))
+        return poll, here | set(islice(chain(missing, more), MAX_ITEMS_PER_REQUEST - len(here)))
 
     async def _poll(self, poll: int, keys: set[Key], this: object) -> None:
         began = anyio.current_time()

@@ -17,6 +17,7 @@ from anyio.lowlevel import checkpoint
 from ...concurrency.portal import across
 from ...concurrency.tasks import run_to_end
 from ...errors import DispatchError, InvocationNotFound, LakeshoreError, PlaneUnavailable
+from ...limits import POLL_TIMEOUT
 from ...wire._msgpack import READ_ERRORS, Unpacker
 from ..contract.news import Cursor, News
 from ..contract.operations import Append, Appended, Beat, Beaten, Finish, Operation, Requeue, Requeued, Submit
@@ -39,8 +40,8 @@ FORGET_S = 60.0
 """Seconds after which a route that was missing is tried again: the 404 may have been of something before the server."""
 AT_ONCE = 4
 """Awaits in flight at a time."""
-HELD_S, SHARED_S = 30.0, 1.0
-"""Seconds of one await: alone or nearly so, and with many others that want their turn."""
+SHARED_S = 1.0
+"""Seconds of one await where many others wait for their turn."""
 SILENCE_S = 0.005
 """After a frame, how long to wait for the next one before the page is handed on."""
 LOOK_S, BEGIN_S = 0.5, 15.0
@@ -219,7 +220,7 @@ class PlainServer:
                     tell(await self._news_of_journal(key, home))
                 else:
                     async with limiter:
-                        held = HELD_S if len(running) <= AT_ONCE else SHARED_S
+                        held = POLL_TIMEOUT if len(running) <= AT_ONCE else SHARED_S
                         outcome = await across(home, lambda: run_to_end(self._await, key, held, may_leave=True))
                     if outcome.state != "pending":
                         tell(News("id", key, outcome))
@@ -249,7 +250,7 @@ class PlainServer:
         """Waits for the next frames, or the journal's end; a stream that breaks off is asked for again."""
         while True:
             try:
-                page = await across(home, self._page, cursor, HELD_S)
+                page = await across(home, self._page, cursor, POLL_TIMEOUT)
             except InvocationNotFound:
                 return News("journal", cursor.id)
             if page.frames or page.closed:

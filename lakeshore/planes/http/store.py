@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ...concurrency.portal import across
 from ...concurrency.tasks import run_to_end
 from ...errors import DispatchError, InvocationNotFound, PlaneUnavailable
+from ...limits import LARGE_BYTES, MAX_ITEMS_PER_REQUEST
 from ..contract.news import Cursor, News
 from ..contract.operations import (
     Append,
@@ -32,7 +33,6 @@ from ..contract.records import Outcome, Page, Row, RowFilter
 from ..protocol import messages
 from ..protocol.errors import TooLarge, decode_error
 from ..protocol.fields import is_list
-from ..protocol.routes import MAX_ITEMS
 from ..remote_plane import RemotePlane
 from .attempt import Client, MissingRoute, reading, text_of
 from .long_polls import Watch
@@ -56,8 +56,6 @@ Fields = dict[str, Any]
 PATIENCE = 300.0
 """Seconds for which a server is waited for that has answered before."""
 
-LARGE = 1 << 20
-"""Bytes from which on an operation is sent beside the small ones."""
 
 _LANES: dict[type[Any], str] = {
     Submit: "submit",
@@ -105,7 +103,7 @@ class HttpStore:
         if type(op) is Requeue:
             return op.reason
         # Small ones do not wait behind those that take seconds; an invocation's frames keep their order.
-        large = type(op) is not Append and weight_of(op) > LARGE
+        large = type(op) is not Append and weight_of(op) > LARGE_BYTES
         return _LANES[type(op)] + "-large" if large else _LANES[type(op)]
 
     # Operations
@@ -245,7 +243,7 @@ class HttpStore:
         found: dict[str, Outcome] = {}
         left = list(dict.fromkeys(ids))
         while left:
-            asked, later = left[:MAX_ITEMS], left[MAX_ITEMS:]
+            asked, later = left[:MAX_ITEMS_PER_REQUEST], left[MAX_ITEMS_PER_REQUEST:]
             items = [{"invocation_id": id} for id in asked]
             try:
                 fields = await self._read("await_many", {"items": items, "timeout_s": 0.0})

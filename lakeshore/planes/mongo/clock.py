@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from bson import Timestamp
 
+from ...limits import CLOCK_STEP, CLOCK_STEP_GRACE
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -14,9 +16,6 @@ __all__ = ["DatabaseClock"]
 
 FRESH = 5.0
 """Seconds after which the database is asked again, along with the next thing that time asks for."""
-STEP, MERCY = 5.0, 60.0
-"""Seconds by which the database's clock moves forward on its own that are a step (it was set, or its machine slept), and
-for which no lease is judged after one: holders get the time to renew first."""
 
 
 class DatabaseClock:
@@ -53,8 +52,8 @@ class DatabaseClock:
         ticks = self._steady()
         offset, self._offset = self._offset, said - ticks
         self._asked = ticks
-        if offset is not None and self._offset - offset > STEP:
-            self._mercy = ticks + MERCY
+        if offset is not None and self._offset - offset > CLOCK_STEP:
+            self._mercy = ticks + CLOCK_STEP_GRACE
 
     @property
     def merciful(self) -> bool:

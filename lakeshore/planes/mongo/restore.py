@@ -9,6 +9,7 @@ from bson import Int64
 
 from ...errors import DispatchError, InvocationNotFound
 from ...ids import check_id, check_queue
+from ...limits import MAX_FRAMES_PER_PAGE
 from ..contract.operations import Restore, Submit, check_restore
 from ..contract.records import TERMINAL
 from . import append as frames
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
 __all__ = ["copies", "journal", "restore"]
-
-MOST_FRAMES = 2000
-"""Frames that come with the copy of a row at most."""
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -82,7 +80,7 @@ def _length(value: Any) -> int:
 
 
 async def _copy(db: Database, row: Document, max_bytes: int) -> Restore:
-    some, more = await frames.journal(db, row, -1, MOST_FRAMES if max_bytes > 0 else 0, max_bytes)
+    some, more = await frames.journal(db, row, -1, MAX_FRAMES_PER_PAGE if max_bytes > 0 else 0, max_bytes)
     state = row["state"]
     return Restore(
         id=check_id(row["id"]),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import anyio
 
 from ...errors import LakeshoreError
+from ...limits import LARGE_BYTES
 from ..contract.news import News, news_of
 from ..contract.operations import (
     Append,
@@ -46,8 +47,6 @@ __all__ = ["MongoDispatch", "MongoStore"]
 
 T = TypeVar("T")
 
-LARGE = 1 << 20
-"""Bytes from which on an operation goes beside the small ones."""
 SIDE_BY_SIDE = 16
 """Operations of one batch that are under way at once, of the kinds that are one update each."""
 GOODBYE = 2.0
@@ -111,7 +110,7 @@ class MongoStore:
         """A lane for each kind, so that what can be one round trip is; a claim is one each, beside all others."""
         if type(op) is Claim:
             return None
-        large = weight_of(op) > LARGE
+        large = weight_of(op) > LARGE_BYTES
         return _LANES[type(op)] + "-large" if large else _LANES[type(op)]
 
     async def apply(self, ops: Sequence[Operation]) -> Sequence[Any]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 from ...errors import WireError
 from ...ids import check_id
+from ...limits import MAX_ITEMS_PER_REQUEST, MAX_SEQ
 from ...wire._msgpack import READ_ERRORS, packb, unpackb
 from ..contract.records import Failure
-from .routes import MAX_ITEMS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,7 +106,7 @@ def seconds(fields: Mapping[str, Any], name: str, default: float, most: float = 
 def whole_number(fields: Mapping[str, Any], name: str, default: int = _REQUIRED, least: int = 0) -> int:
     """A field that is a whole number from `least` to 2^62. Raises WireError for anything else."""
     value = field(fields, name, int, default)
-    if not least <= value < 2**62:
+    if not least <= value < MAX_SEQ:
         raise WireError(f"expected the field `{name}` from {max(least, 0)} to 2^62, got {value}")
     return value
 
@@ -125,7 +125,7 @@ def text(fields: Mapping[str, Any], name: str, default: str = _REQUIRED) -> str:
 
 
 def read_items(fields: Mapping[str, Any], name: str = "items") -> list[Fields]:
-    """The items of a batch: a list of at most MAX_ITEMS maps. Raises WireError for anything else."""
+    """The items of a batch: a list of at most MAX_ITEMS_PER_REQUEST maps. Raises WireError for anything else."""
     items = _read_list(fields, name)
     for item in items:
         if type(item) is not dict:
@@ -134,20 +134,22 @@ def read_items(fields: Mapping[str, Any], name: str = "items") -> list[Fields]:
 
 
 def read_pairs(fields: Mapping[str, Any], name: str) -> tuple[tuple[str, int], ...]:
-    """Claims as pairs of id and attempt, at most MAX_ITEMS of them. Raises WireError for anything else."""
+    """Claims as pairs of id and attempt, at most MAX_ITEMS_PER_REQUEST of them. Raises WireError for anything else."""
     return tuple(_read_pair(pair, name) for pair in _read_list(fields, name))
 
 
 def _read_list(fields: Mapping[str, Any], name: str) -> list[Any]:
     items: list[Any] = field(fields, name, list, [])
-    if len(items) > MAX_ITEMS:
-        raise WireError(f"expected at most {MAX_ITEMS} `{name}` in one request, got {len(items)}: send several")
+    if len(items) > MAX_ITEMS_PER_REQUEST:
+        raise WireError(
+            f"expected at most {MAX_ITEMS_PER_REQUEST} `{name}` in one request, got {len(items)}: send several"
+        )
     return items
 
 
 def _read_pair(pair: Any, name: str) -> tuple[str, int]:
     id, attempt = pair if is_list(pair) and len(pair) == 2 else (None, None)
-    if not isinstance(attempt, int) or not 0 <= attempt < 2**62:
+    if not isinstance(attempt, int) or not 0 <= attempt < MAX_SEQ:
         raise WireError(f"expected each of `{name}` to be a pair of id and attempt, got {abbreviated(pair, 100)}")
     return check_id(id), attempt
 

@@ -14,9 +14,6 @@ from typing import NamedTuple
 __all__ = [
     "AWAIT_S",
     "CONTENT_TYPE",
-    "MAX_BODY",
-    "MAX_HELD_S",
-    "MAX_ITEMS",
     "REQUEST_ID",
     "ROUTES",
     "STREAM_TYPE",
@@ -28,12 +25,6 @@ STREAM_TYPE = "application/x-msgpack-stream"
 REQUEST_ID = "x-request-id"
 """The header with the request's id; the server repeats it in the response."""
 
-MAX_BODY = 128 << 20
-"""Bytes of a request's body that a server accepts by default; the answer to a larger one is a 413."""
-MAX_ITEMS = 10_000
-"""Items of one batch request, and ids and streams of one await-many."""
-MAX_HELD_S = 300.0
-"""Seconds that a server holds a request at most, whatever the request asks for."""
 AWAIT_S = 60.0
 """Seconds that an await is held when it names no time."""
 

@@ -14,6 +14,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...limits import CLOCK_STEP, CLOCK_STEP_GRACE
 from .doorbell import (
     CANCELS,
     ENDS,
@@ -312,10 +313,6 @@ class Turn:
             os.close(fd)
 
 
-STEP, MERCY = 5.0, 60.0
-"""Seconds by which the clock moves forward on its own that are a step, and during which no lease is judged after one."""
-
-
 class Steps:
     """Whether the clock was set, or the machine asleep, a moment ago: then holders get the time to renew first."""
 
@@ -328,8 +325,8 @@ class Steps:
         """Whether no lease is to be judged now, by the clock's `now`. To be asked again and again."""
         ticks = self._steady()
         offset, self._offset = self._offset, now - ticks
-        if offset is not None and self._offset - offset > STEP:
-            self._mercy = ticks + MERCY
+        if offset is not None and self._offset - offset > CLOCK_STEP:
+            self._mercy = ticks + CLOCK_STEP_GRACE
         return ticks < self._mercy
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvocationNotFound
+from ...limits import MAX_FRAMES_PER_PAGE
 from ..contract.operations import Restore, check_restore
 from ..contract.records import TERMINAL
 from .rows import INLINE_BODY, PIECE, Batch, insert_rows, read_blob, read_failure, write_blob, write_failure
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from .connection import Database
 
 __all__ = ["Copying", "restore"]
-
-MOST_FRAMES = 2000
-"""Frames that come with the copy of a row at most."""
 
 
 class Copying:
@@ -67,7 +65,7 @@ def _copies(
         if copies and size > max_bytes:
             break
         copy = _copy(db, columns, bool(closed), body_ref, result_ref)
-        frames = _frames(db, seq, -1, MOST_FRAMES, max_bytes - size) if size < max_bytes else []
+        frames = _frames(db, seq, -1, MAX_FRAMES_PER_PAGE, max_bytes - size) if size < max_bytes else []
         size += sum(len(data) for _, data in frames)
         sql = "SELECT 1 FROM frame WHERE inv = ? AND seq > ? LIMIT 1"
         more = db.execute(sql, (seq, frames[-1][0] if frames else -1)).fetchone() is not None

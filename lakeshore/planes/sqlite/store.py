@@ -12,6 +12,7 @@ import anyio
 
 from ...concurrency.portal import across, at_home
 from ...errors import DispatchError, LakeshoreError
+from ...limits import LARGE_BYTES
 from ..contract.news import Kind, News
 from ..contract.operations import Finish, Operation, Reap, Reaped, Submit, weight_of
 from ..engine import Engine
@@ -39,8 +40,6 @@ logger = logging.getLogger("dreamlake.lakeshore.sqlite")
 
 T = TypeVar("T")
 
-LARGE = 1 << 20
-"""Bytes from which an operation goes on the lane, and the connection, of the large ones."""
 _ENDS, _NONE = {ENDS}, set[str]()
 _KINDS: tuple[Kind, ...] = ("queue", "id", "journal", "claims")
 
@@ -112,7 +111,7 @@ class SqliteStore(Copying):
 
     def lane(self, op: Operation) -> str | None:
         """Small operations share a connection; large ones have one of their own, and are written in pieces."""
-        return "large" if self._plane.path is not None and weight_of(op) > LARGE else "small"
+        return "large" if self._plane.path is not None and weight_of(op) > LARGE_BYTES else "small"
 
     async def apply(self, ops: Sequence[Operation]) -> Sequence[Any]:
         """One transaction for all of `ops`; bells after the commit.
@@ -120,7 +119,7 @@ class SqliteStore(Copying):
         It runs as one call on the connection's thread, or right here when it is small and nobody else is writing.
         """
         weight = sum(map(weight_of, ops))
-        if weight > LARGE and any(weight_of(op) > LARGE for op in ops):
+        if weight > LARGE_BYTES and any(weight_of(op) > LARGE_BYTES for op in ops):
             return await self._apply_large(ops)
         if (answers := self.apply_at_once(ops)) is not None:
             return answers
@@ -177,7 +176,7 @@ class SqliteStore(Copying):
         large, blobs = await self._second(), dict[int, int]()
         for at, op in enumerate(ops):
             data = op.body if isinstance(op, Submit) else op.result if isinstance(op, Finish) else None
-            if data is not None and len(data) > LARGE:
+            if data is not None and len(data) > LARGE_BYTES:
                 blobs[at] = await self._write_ahead(large, data)
         answers = await large.call(lambda db: self._apply(large, db, ops, blobs))
         unused = [ref for at, ref in blobs.items() if answers[at] is not True and isinstance(ops[at], Finish)]

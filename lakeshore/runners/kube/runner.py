@@ -26,9 +26,10 @@ from ...concurrency.loops import loop_token
 from ...concurrency.tasks import run_to_end
 from ...daemon.workdir import ARGS, ERROR, FRAMES, RESULT, remove_leftovers
 from ...errors import DispatchError
+from ...limits import OUTPUT_TAIL_BYTES
 from ...planes.contract.records import Failure
 from ...worker.runner import Exit
-from ..commands import TAIL, Guard
+from ..commands import Guard
 from ..options import amount, check_known
 from .api import Away, Rejected, check_client, insist
 from .config import find_cluster
@@ -228,7 +229,9 @@ class KubeJob:
 
     async def _output(self) -> str:
         try:
-            return await insist(partial(self._session.api.log, self._job.pod_name, CHILD, TAIL), LOG_PATIENCE)
+            return await insist(
+                partial(self._session.api.log, self._job.pod_name, CHILD, OUTPUT_TAIL_BYTES), LOG_PATIENCE
+            )
         except Away as exc:
             logger.warning("the output of %s cannot be had: %s", self._launch.id, exc)
             return ""

@@ -170,7 +170,7 @@ async def test_the_last_of_many_waits_is_served_at_once(remote: dls.HttpDispatch
 
 
 async def test_more_waits_than_a_poll_may_hold_stand_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MAX_ITEMS", 100)
+    monkeypatch.setattr(watch, "MAX_ITEMS_PER_REQUEST", 100)
     monkeypatch.setattr(watch, "FEW", 8)
     async with served_fresh() as plane:
         ids = await plane.many([Submit(new_id(), "q", b"x") for _ in range(450)])

@@ -10,10 +10,11 @@ from helpers import in_one_of, quiet, wait_until
 from mongo_kit import fence, fresh_ns
 
 import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.limits import CLOCK_STEP_GRACE
 from dreamlake.lakeshore.planes.contract.failures import worker_lost
 from dreamlake.lakeshore.planes.contract.operations import Fence, FinalFrame, Finish, Submit
 from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
-from dreamlake.lakeshore.planes.mongo.clock import MERCY, DatabaseClock
+from dreamlake.lakeshore.planes.mongo.clock import DatabaseClock
 from dreamlake.lakeshore.planes.mongo.connection import Database, shown_url
 from dreamlake.lakeshore.planes.mongo.documents import (
     CLAIM_SORT,
@@ -131,7 +132,7 @@ async def test_after_a_step_of_the_clock_no_lease_is_judged_for_a_while() -> Non
     await clock.refresh()
     assert clock.now() == 8600.0
     assert clock.merciful
-    time.steady += MERCY
+    time.steady += CLOCK_STEP_GRACE
     assert not clock.merciful
 
 

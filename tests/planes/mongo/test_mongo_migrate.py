@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 def little_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrate, "ROWS", 5)
     monkeypatch.setattr(migrate, "BYTES", 5000)
-    monkeypatch.setattr(migrate, "FRAMES", 2)
+    monkeypatch.setattr(migrate, "MAX_FRAMES_PER_PAGE", 2)
 
 
 def without_empty_results(found: list[Any]) -> list[Any]:
