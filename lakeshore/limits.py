@@ -11,7 +11,6 @@ __all__ = [
     "DEFAULT_LEASE",
     "DEFAULT_MAX_LOST",
     "LARGE_BYTES",
-    "POLL_TIMEOUT",
     "MAX_BYTES_PER_PAGE",
     "MAX_FRAMES_PER_PAGE",
     "MAX_FRAME_BYTES",
@@ -21,6 +20,7 @@ __all__ = [
     "MAX_SEQ",
     "MAX_VALUE_FRAME_BYTES",
     "OUTPUT_TAIL_BYTES",
+    "POLL_TIMEOUT",
 ]
 
 # Operations
