@@ -31,6 +31,20 @@ def plain_frames(count: int, size: int) -> Iterator[bytes]:
         yield bytes(size)
 
 
+class Signal:
+    """Lets the body `on_signal` yield, in the process that runs it."""
+
+    event: anyio.Event | None = None
+
+
+async def on_signal() -> AsyncIterator[int]:
+    """Yield a value whenever `Signal.event` is set."""
+    while True:
+        Signal.event = anyio.Event()
+        await Signal.event.wait()
+        yield 1
+
+
 async def large(size: int) -> bytes:
     return bytes(size)
 

@@ -584,7 +584,7 @@ async def test_what_is_under_way_when_the_plane_is_closed_does_not_open_it_again
         plane = dls.HttpDispatch(server.url)
         verbs = [
             partial(plane.submit, "q", b"x"),
-            partial(plane.look, ["i"]),
+            partial(plane.current_outcomes, ["i"]),
             partial(plane.outcome, "i"),
             plane.counts,
         ]
@@ -745,7 +745,7 @@ async def test_R92_two_hundred_cancelled_polls_leave_client_and_server_usable(se
                 partial(plane.outcome, id),
                 partial(plane.next_page, id, -1),
                 partial(plane.next_cancels, "w", 30),
-                partial(plane.look, [id]),
+                partial(plane.current_outcomes, [id]),
             ]
 
             async def leave(verb: Callable[[], Awaitable[Any]], seconds: float) -> None:
