@@ -32,16 +32,16 @@ def plain_frames(count: int, size: int) -> Iterator[bytes]:
 
 
 class Signal:
-    """Lets the body `on_signal` yield, in the process that runs it."""
+    """Lets the body `on_signal` yield, where it runs in the process that sets it."""
 
-    event: anyio.Event | None = None
+    event: anyio.Event
 
 
 async def on_signal() -> AsyncIterator[int]:
     """Yield a value whenever `Signal.event` is set."""
     while True:
-        Signal.event = anyio.Event()
         await Signal.event.wait()
+        Signal.event = anyio.Event()
         yield 1
 
 

@@ -13,16 +13,19 @@ import argparse
 import asyncio
 import json
 import logging
+import socket
 import sys
 import tempfile
 import threading
 import time
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.sort(key=str(Path(__file__).parent).__eq__)  # this folder last: its http is not the standard library's
 
+import anyio
 import jobs
 import uvicorn
 
@@ -70,7 +73,7 @@ class Recorder:
     def stop(self, name: str) -> Walk:
         self._recording = False
         files = [file for file, _ in self._seen]
-        switches = sum(one != other for one, other in zip(files, files[1:], strict=False))
+        switches = sum(one != other for one, other in pairwise(files))
         return Walk(
             name, len(files), switches, len(set(files)), [f"{file}:{function}" for file, function in self._seen]
         )
@@ -91,11 +94,6 @@ def _name_in_package(filename: str) -> str | None:
     return path[len(PACKAGE) + 1 :] if path.startswith(PACKAGE) else None
 
 
-@dls.udf(queue="q")
-def add(a: int, b: int) -> int:
-    return a + b
-
-
 async def shortest(recorder: Recorder, name: str, operation: Callable[[], Awaitable[object]]) -> Walk:
     """The shortest walk of several runs of an operation."""
     for _ in range(WARM_UPS):
@@ -110,15 +108,16 @@ async def shortest(recorder: Recorder, name: str, operation: Callable[[], Awaita
 
 
 def submit(recorder: Recorder, folder: Path) -> Walk:
-    """`f.submit(1, 2)` of a plain function, from plain code, to a file."""
+    """`f.submit(1)` of a plain function, from plain code, to a file."""
     plane = dls.Dispatch(folder / "submit.db")
+    function = dls.udf(jobs.plain_noop, queue="q")
     for _ in range(WARM_UPS):
-        add.submit(1, 2, _dispatch=plane)
+        function.submit(1, _dispatch=plane)
     walks = []
     for _ in range(RUNS):
         time.sleep(SETTLE_TIME)
         recorder.start()
-        add.submit(1, 2, _dispatch=plane)
+        function.submit(1, _dispatch=plane)
         walks.append(recorder.stop("submit"))
     asyncio.run(plane.aclose())
     return min(walks, key=lambda walk: walk.calls)
@@ -139,14 +138,11 @@ def call(recorder: Recorder, folder: Path) -> Walk:
 @asynccontextmanager
 async def served(plane: dls.Dispatch) -> AsyncGenerator[str]:
     """A server of `plane` on this event loop; its address."""
-    config = uvicorn.Config(create_app(plane), port=0, log_level="error", lifespan="on")
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    server = uvicorn.Server(uvicorn.Config(create_app(plane), log_level="error", lifespan="on"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield f"http://{host}:{port}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await task
@@ -170,13 +166,11 @@ def frame(recorder: Recorder, folder: Path) -> Walk:
         async with dls.Dispatch(folder / "frame.db") as plane:
             queue = dls.Queue("q", dispatch=plane)
             async with running_worker(queue, grace=0.1):
+                jobs.Signal.event = anyio.Event()
                 id = await queue.submit(dls.thunk(jobs.on_signal))
                 values = aiter(queue.stream(id))
-                while jobs.Signal.event is None:
-                    await asyncio.sleep(SETTLE_TIME)
 
                 async def one() -> None:
-                    assert jobs.Signal.event is not None
                     jobs.Signal.event.set()
                     await anext(values)
 

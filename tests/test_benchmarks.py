@@ -151,3 +151,11 @@ def test_a_terminated_run_leaves_nothing(tmp_path: Path, script: str) -> None:
         _end(process, 143)
     assert not _alive(process.pid)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_walks_are_counted(tmp_path: Path) -> None:
+    out, _ = _end(_start(tmp_path, "--json", script="walks.py"), 0)
+    walks = json.loads(out)["walks"]
+    assert [walk["name"] for walk in walks] == ["submit", "call", "submit-http", "frame"]
+    assert all(walk["calls"] > walk["switches"] > walk["files"] > 1 for walk in walks)
+    assert list(tmp_path.iterdir()) == []
