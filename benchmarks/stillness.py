@@ -12,9 +12,9 @@ from roles import BODY
 
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Claim
-from dreamlake.lakeshore.planes.sqlite.claim import something_to_claim
-from dreamlake.lakeshore.planes.sqlite.rows import Batch, Changes
-from dreamlake.lakeshore.planes.sqlite.statements import apply
+from dreamlake.lakeshore.planes.sqlite.apply import commit
+from dreamlake.lakeshore.planes.sqlite.batch import Batch
+from dreamlake.lakeshore.planes.sqlite.claim import finds_nothing
 
 if TYPE_CHECKING:
     from figures import Bench
@@ -86,11 +86,9 @@ def _claims(plane: RawPlane, limit: int, times: int) -> float:
     took: list[float] = []
     for _ in range(times):
         started = time.perf_counter()
-        now = time.time()
-        assert something_to_claim(db, NS, op, now)
-        db.execute("BEGIN IMMEDIATE")
-        (claimed,) = apply(Batch(db, NS, now, HOLDER, Changes(), {}), [op])
-        db.execute("COMMIT")
+        batch = Batch(db, NS, time.time(), HOLDER)
+        assert not finds_nothing(batch, [op])
+        (claimed,) = commit(batch, [op])
         took.append((time.perf_counter() - started) / limit)
         assert len(claimed) == limit
     db.execute("UPDATE invocation SET state = 'queued', worker = NULL, attempt = 0 WHERE state = 'running'")

@@ -125,7 +125,7 @@ async def test_R6_reaping_all_the_time_takes_nothing_from_the_living(tmp_path: P
 
 async def holders(plane: dls.Dispatch) -> list[str]:
     engine = await plane._engines.get()
-    return [engine.store._presence.holder]  # type: ignore[attr-defined]
+    return [engine.store._liveness.holder]  # type: ignore[attr-defined]
 
 
 async def test_R12_a_delayed_row_starts_once_and_not_before_it_is_due(tmp_path: Path) -> None:

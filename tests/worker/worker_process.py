@@ -20,14 +20,14 @@ import worker_bodies
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract.operations import Append, Claim, Finish
-from dreamlake.lakeshore.planes.sqlite import connection as database
-from dreamlake.lakeshore.planes.sqlite import statements
+from dreamlake.lakeshore.planes.sqlite import apply as applying
+from dreamlake.lakeshore.planes.sqlite import inline_writer, store
 from dreamlake.lakeshore.planes.sqlite.store import SqliteStore
 from dreamlake.lakeshore.worker.loop import Worker
 from dreamlake.lakeshore.worker.outcome import ActiveClaim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 MOMENT = os.environ.get("MOMENT", "")
 LOG = os.environ.get("LOG", os.devnull)
@@ -44,43 +44,38 @@ def before(owner: Any, name: str, moment: str) -> None:
         setattr(owner, name, lambda *args, **kwargs: die())
 
 
-class Commit:
-    """What the transaction under way holds, and whether to die in it."""
+def kind_of_commit(ops: Sequence[Any], answers: Sequence[Any]) -> str:
+    """The kind of what a transaction did, as moments name it; "" for what none of them names."""
+    kind = ""
+    for op, answer in zip(ops, answers, strict=True):
+        if answer and isinstance(op, (Claim, Append, Finish)):
+            if not isinstance(op, Append) or op.first_seq > 0:
+                kind = type(op).__name__.lower()
+    return kind
 
-    def __init__(self) -> None:
-        self.kind = ""
-        original = statements.apply
 
-        @wraps(original)
-        def apply(batch: Any, ops: Sequence[Any]) -> list[Any]:
-            answers = original(batch, ops)
-            self.kind = ""
-            for op, answer in zip(ops, answers, strict=True):
-                if answer and isinstance(op, (Claim, Append, Finish)):
-                    if not isinstance(op, Append) or op.first_seq > 0:
-                        self.kind = type(op).__name__.lower()
-            return answers
+def die_at_a_commit() -> None:
+    """In the transaction, before its end, or right after it."""
+    apply = applying.apply
+    commit = applying.commit
 
-        statements.apply = apply
+    @wraps(apply)
+    def apply_and_die(batch: Any, ops: Sequence[Any]) -> list[Any]:
+        answers = apply(batch, ops)
+        if f"before the commit of {kind_of_commit(ops, answers)}" == MOMENT:
+            die()
+        return answers
 
-    def wrap_transaction(self) -> None:
-        original: Callable[..., Any] = database.transaction
+    @wraps(commit)
+    def commit_and_die(batch: Any, ops: Sequence[Any]) -> list[Any]:
+        answers = commit(batch, ops)
+        if f"after the commit of {kind_of_commit(ops, answers)}" == MOMENT:
+            die()
+        return answers
 
-        def transaction(db: Any, fn: Callable[[], Any]) -> Any:
-            self.kind = ""
-
-            def work() -> Any:
-                value = fn()
-                if f"before the commit of {self.kind}" == MOMENT:
-                    die()
-                return value
-
-            value = original(db, work)
-            if f"after the commit of {self.kind}" == MOMENT:
-                die()
-            return value
-
-        database.transaction = transaction
+    applying.apply = apply_and_die
+    for module in (inline_writer, store):
+        module.commit = commit_and_die  # type: ignore[attr-defined]
 
 
 def log_answered_appends() -> None:
@@ -97,22 +92,22 @@ def log_answered_appends() -> None:
 
 
 def die_before_a_claim() -> None:
-    original = SqliteStore.apply_at_once  # which `apply` tries first
+    original = SqliteStore._apply_inline  # which comes first in any case
 
     @wraps(original)
-    def apply_at_once(self: SqliteStore, ops: Sequence[Any]) -> Any:
+    def apply_inline(self: SqliteStore, ops: Sequence[Any], weight: int) -> Any:
         if any(isinstance(op, Claim) for op in ops) and Path(f"{self._plane.path}-now").exists():
             die()
-        return original(self, ops)
+        return original(self, ops, weight)
 
-    SqliteStore.apply_at_once = apply_at_once  # type: ignore[method-assign]
+    SqliteStore._apply_inline = apply_inline  # type: ignore[method-assign]
 
 
 def arm() -> None:
     before(Worker, "_start_claims", "between claim and start")
     before(ActiveClaim, "deliver", "between result and ack")
     if "commit of" in MOMENT:
-        Commit().wrap_transaction()
+        die_at_a_commit()
     if MOMENT == "before the claim":
         die_before_a_claim()
     if MOMENT == "mid-body":

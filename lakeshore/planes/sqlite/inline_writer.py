@@ -1,68 +1,77 @@
-"""Small batches on the event loop itself, when nobody else is writing: two switches of threads less for each.
+"""Small batches on the event loop itself, when nobody else is writing.
 
-A commit takes tens of microseconds when the turn to write is free, far less than handing it to another thread and back.
-Whatever could block (somebody else's turn, a lock inside SQLite, a checkpoint, a disk that is to be waited for) goes to
-the driver's thread instead; nothing here ever waits.
+A commit takes tens of microseconds when the write lock is free, less than handing it to another thread and back. Nothing
+here ever waits: when another process is writing, or SQLite is locked, the connection's thread has to do it. Nor are there
+checkpoints here, or planes that wait for the disk at each commit.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import connection as database
-from .liveness import Turn
+from .apply import commit
+from .connection import CACHED_STATEMENTS, PRAGMAS, as_plane_error
+from .write_lock import WriteLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["MOST_BYTES", "MOST_OPERATIONS", "Direct"]
+    from ..contract.operations import Operation
+    from .batch import Batch
+
+__all__ = ["MAX_INLINE_BYTES", "MAX_INLINE_OPERATIONS", "InlineWriter"]
 
 T = TypeVar("T")
 
-MOST_OPERATIONS = 64
-MOST_BYTES = 64 * 1024
+MAX_INLINE_OPERATIONS = 64
+"""Operations of a batch that is still small: about half a millisecond in which the event loop does nothing else."""
+MAX_INLINE_BYTES = 64 * 1024
+"""Bytes that such a batch writes at most, for the same reason."""
 
 
-class Direct:
-    """A connection of the event loop's own to a file that a `Database` has opened before. Belongs to one thread."""
+class InlineWriter:
+    """A connection of the event loop's own to a file that a `SqliteConnection` has opened before. Belongs to one thread."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None, cached_statements=256, check_same_thread=False)
+        self.db = sqlite3.connect(
+            path, isolation_level=None, cached_statements=CACHED_STATEMENTS, check_same_thread=False
+        )
         try:
             for pragma in (
-                *database.PRAGMAS,
+                *PRAGMAS,
                 "PRAGMA synchronous = NORMAL",
-                "PRAGMA wal_autocheckpoint = 0",  # see `Checkpoints`
+                "PRAGMA wal_autocheckpoint = 0",  # see `Checkpointer`
                 "PRAGMA busy_timeout = 0",
             ):
-                self._db.execute(pragma)
-            self._turn = Turn(Path(f"{path}-turn"))
+                self.db.execute(pragma)
+            self._write_lock = WriteLock(Path(f"{path}-turn"))
         except BaseException as exc:
-            self._db.close()
+            self.db.close()
             if isinstance(exc, sqlite3.Error):
-                raise database.foreign(exc, path) from exc
+                raise as_plane_error(exc, path) from exc
             raise
 
-    def write(self, fn: Callable[[sqlite3.Connection], T]) -> T | None:
-        """Call `fn` in a transaction if one can begin at once; None when it cannot, or `fn` failed and all is undone."""
-        if not self._turn.take_at_once():
+    def commit(self, batch: Batch, ops: Sequence[Operation]) -> list[Any] | None:
+        """Commit a batch of this connection, unless another process is writing: None.
+
+        Raises whatever the operations or SQLite raise; nothing is changed then.
+        """
+        if not self._write_lock.try_acquire():
             return None
         try:
-            return database.transaction(self._db, lambda: fn(self._db))
-        except Exception:  # the driver's thread tries again, and says what is wrong
-            return None
+            return commit(batch, ops)
         finally:
-            self._turn.give()
+            self._write_lock.release()
 
     def read(self, fn: Callable[[sqlite3.Connection], T]) -> T | None:
-        """Call `fn`, which reads little; None when it failed."""
+        """Call `fn`, which reads little; None if that failed, so that the connection's thread has to do it."""
         try:
-            return fn(self._db)
+            return fn(self.db)
         except sqlite3.Error:
             return None
 
     def close(self) -> None:
-        self._db.close()
-        self._turn.close()
+        self.db.close()
+        self._write_lock.close()

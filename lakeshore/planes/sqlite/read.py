@@ -1,230 +1,197 @@
-"""What is read from the tables, and never waits: outcomes, pages of a journal, rows, counts, and news since a cursor."""
+"""What is read and never waits: outcomes, pages of a journal, rows, counts, and what has happened since a cursor."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import InvocationNotFound
-from ..contract import news as contract
 from ..contract.records import TERMINAL, Outcome, Page, Row, RowFilter
-from .rows import read_blob, read_failure
+from . import queries
+from .blobs import read_blob
+from .rows import read_failure
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 __all__ = [
-    "Cursor",
-    "Due",
-    "News",
+    "DueCheck",
+    "EventCursor",
+    "NewEvents",
     "ages",
     "cancels",
+    "check_due",
     "counts",
-    "cursor",
-    "due",
+    "event_cursor",
     "holders",
-    "news",
+    "new_events",
     "outcomes",
     "page",
     "rows",
+    "skip_events",
 ]
 
-SMALL_RESULT = 4096
-"""Results up to this many bytes are told with the news of them; larger ones are read by those who wait."""
-NEWS_ROWS = 2000
+SMALL_RESULT_BYTES = 4096
+"""Results of up to this many bytes are read with the news of them; larger ones are left to those who wait for them."""
+OUTCOMES_PER_READ = 2000
+"""Rows of one read of new outcomes, which bounds how long the lock of a read is held."""
 
 
-class Cursor(NamedTuple):
-    """Up to where the news is read: the last outcome seen, and the last frame (None: nobody wanted to know)."""
+class EventCursor(NamedTuple):  # compared and unpacked at every ring
+    """Up to where events were read: the number of the last outcome, and of the last frame (None: no frames were read)."""
 
     outcome: int
     frame: int | None
 
 
-class Due(NamedTuple):
-    """What time asks for: the file's change counter, whether delayed rows are due, and who holds the rows that run.
+@dataclass(frozen=True, slots=True)
+class NewEvents:
+    """What has happened since a cursor."""
 
-    Of each holder: its name (None for claims that name none), and when the first of its leases is over, once and tenfold.
-    """
+    cursor: EventCursor
+    """Where to read on from."""
+    ended: list[tuple[str, Outcome | None]] | None = None
+    """The ids that ended, with their outcomes where those are small; None: not known."""
+    grown: list[str] | None = None
+    """The ids whose journals have grown; None: not known."""
 
-    version: int
-    late: bool
-    holders: list[tuple[str | None, float | None, float | None]]
 
+@dataclass(frozen=True, slots=True)
+class DueCheck:
+    """What the clock and other processes may have brought about."""
 
-# CROSS JOIN fixes the order of the loops: left to itself the planner reads every invocation of the namespace.
-_OUTCOMES = """
-SELECT i.id, i.state, o.result, o.result_ref, o.error FROM json_each(?) wanted
-CROSS JOIN invocation i ON i.ns = ? AND i.id = wanted.value LEFT JOIN outcome o ON o.n = i.outcome
-"""
+    data_version: int
+    """A number that has changed if another connection has committed since the last check."""
+    delay_over: bool
+    """Whether the delay of a row is over."""
+    leases: list[tuple[str | None, float | None, float | None]]
+    """Of each holder of running rows: its name (None for claims that name none), when the first of its leases ends, and
+    when the first has been over for nine lengths more; in seconds since the epoch."""
 
 
 def outcomes(db: sqlite3.Connection, ns: str, ids: Sequence[str]) -> list[Outcome]:
     """How each of `ids` stands, in order."""
     found: dict[str, Outcome] = {}
-    for id, state, result, ref, error in db.execute(_OUTCOMES, (json.dumps(ids), ns)).fetchall():
-        if state in TERMINAL:
-            found[id] = Outcome(id, state, result if ref is None else read_blob(db, ref), read_failure(error))
-        else:
+    for id, state, result, ref, error in db.execute(queries.OUTCOMES, (json.dumps(ids), ns)).fetchall():
+        if state not in TERMINAL:
             found[id] = Outcome(id, "pending")
+            continue
+        if ref is not None:
+            result = read_blob(db, ref)
+        found[id] = Outcome(id, state, result, read_failure(error))
     return [found.get(id) or Outcome(id, "unknown") for id in ids]
 
 
-_PAGE_ROW = """
-SELECT i.seq, i.state, i.closed, o.error FROM invocation i LEFT JOIN outcome o ON o.n = i.outcome
-WHERE i.ns = ? AND i.id = ?
-"""
-
-
 def page(db: sqlite3.Connection, ns: str, id: str, since: int, limit: int, max_bytes: int) -> Page:
-    """Frames after `since`. The row is read before its frames: what it says then holds for the frames found."""
-    row = db.execute(_PAGE_ROW, (ns, id)).fetchone()
+    """Frames with numbers above `since`. Raises InvocationNotFound.
+
+    The row is read before its frames, so that what it says of the journal's end holds for the frames that are found.
+    """
+    row = db.execute(queries.JOURNAL_STATE, (ns, id)).fetchone()
     if row is None:
         raise InvocationNotFound(id)
     inv, state, closed, error = row
     ended = bool(closed) or state in TERMINAL
+    next_number = max(since, -1) + 1
     frames: list[tuple[int, bytes]] = []
-    size, more = 0, False
-    sql = "SELECT seq, bytes FROM frame WHERE inv = ? AND seq > ? ORDER BY seq LIMIT ?"
-    found = db.execute(sql, (inv, since, limit + 1))
-    for seq, data in found:
-        if not ended and seq != max(since, -1) + 1 + len(frames):
-            break
+    size = 0
+    more = False
+    found = db.execute(queries.FRAMES_AFTER, (inv, since, limit + 1))
+    for number, data in found:
+        if not ended and number != next_number:
+            break  # the frames before it are still to come
+        next_number += 1
         size += len(data)
         if len(frames) == limit or (frames and size > max_bytes):
             more = True
             break
-        frames.append((seq, data))
+        frames.append((number, data))
     found.close()
     return Page(frames, ended and not more, state, read_failure(error))
 
 
 def cancels(db: sqlite3.Connection, ns: str, worker: str) -> list[tuple[str, int]]:
-    """The claims of `worker` whose cancellation is asked for."""
-    sql = "SELECT id, attempt FROM invocation WHERE ns = ? AND worker = ? AND state = 'running' AND cancel = 1"
-    return db.execute(sql, (ns, worker)).fetchall()
-
-
-_ROWS = """
-SELECT i.id, i.queue, i.state, i.priority, i.key, i.attempt, i.failures, i.lost, i.worker, i.parent, i.root, i.trusted,
-    i.cancel, i.submitted_at, i.not_before, i.started_at, i.lease_until, i.finished_at,
-    iif(i.outcome IS NULL, i.last_error, o.error), {body}
-FROM invocation i LEFT JOIN outcome o ON o.n = i.outcome WHERE {where} ORDER BY i.seq DESC LIMIT ?
-"""
+    """The claims of `worker`, as (id, attempt), that are to be cancelled."""
+    return db.execute(queries.CANCELS, (ns, worker)).fetchall()
 
 
 def rows(db: sqlite3.Connection, ns: str, filter: RowFilter) -> list[Row]:
-    """Rows, newest first."""
-    wanted = {name: getattr(filter, name) for name in ("id", "queue", "state", "key", "root")}
-    wanted = {"ns": ns} | {name: value for name, value in wanted.items() if value is not None}
-    where = " AND ".join(f"i.{name} = ?" for name in wanted)
-    sql = _ROWS.format(where=where, body="i.body, i.body_ref" if filter.body else "NULL, NULL")
-    found = db.execute(sql, (*wanted.values(), filter.limit)).fetchall()
-    return [_row(db, filter.id is not None, *row) for row in found]
-
-
-def _row(db: sqlite3.Connection, whole: bool, *columns: Any) -> Row:
-    *plain, error, body, ref = columns
-    plain[11], plain[12] = bool(plain[11]), bool(plain[12])
-    if ref is not None:
-        body = read_blob(db, ref) if whole else None
-    return Row._make([*plain, read_failure(error), body])
+    """Rows, newest first. A large body is read only for a row that is asked for by its id."""
+    wanted: dict[str, Any] = {"ns": ns}
+    for name in ("id", "queue", "state", "key", "root"):
+        value = getattr(filter, name)
+        if value is not None:
+            wanted[name] = value
+    sql = queries.rows(tuple(wanted), body=filter.body)
+    found: list[Row] = []
+    for *columns, error, body, ref in db.execute(sql, (*wanted.values(), filter.limit)).fetchall():
+        if ref is not None:
+            body = None if filter.id is None else read_blob(db, ref)
+        row = Row._make([*columns, read_failure(error), body])
+        found.append(row._replace(trusted=bool(row.trusted), cancel_requested=bool(row.cancel_requested)))
+    return found
 
 
 def counts(db: sqlite3.Connection, ns: str, queue: str | None, state: str | None) -> dict[tuple[str, str], int]:
-    """Rows by (queue, state)."""
-    wanted = {"ns": ns, "queue": queue, "state": state}
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    where = " AND ".join(f"{name} = ?" for name in wanted)
-    sql = f"SELECT queue, state, count(*) FROM invocation WHERE {where} GROUP BY queue, state"
-    return {(queue, state): n for queue, state, n in db.execute(sql, tuple(wanted.values()))}
+    """The number of rows by (queue, state)."""
+    wanted = {"ns": ns}
+    if queue is not None:
+        wanted["queue"] = queue
+    if state is not None:
+        wanted["state"] = state
+    found = db.execute(queries.counts(tuple(wanted)), tuple(wanted.values()))
+    return {(queue, state): count for queue, state, count in found}
 
 
 def ages(db: sqlite3.Connection, ns: str, now: float) -> dict[str, float]:
-    """For each queue with something due, how long ago the oldest of it was submitted."""
-    due = "SELECT queue, min(submitted_at) FROM invocation WHERE ns = ? AND state = 'queued' AND due = 1 GROUP BY queue"
-    return {queue: max(0.0, now - submitted_at) for queue, submitted_at in db.execute(due, (ns,))}
+    """For each queue with claimable rows: the seconds since the oldest of them was submitted."""
+    return {queue: max(0.0, now - submitted_at) for queue, submitted_at in db.execute(queries.AGES, (ns,))}
 
 
-def cursor(db: sqlite3.Connection) -> Cursor:
-    """Where the news stands now."""
-    last = dict(db.execute("SELECT name, seq FROM sqlite_sequence WHERE name IN ('outcome', 'frame')"))
-    return Cursor(last.get("outcome", 0), last.get("frame", 0))
+def event_cursor(db: sqlite3.Connection) -> EventCursor:
+    """The cursor after everything that has happened so far."""
+    last = dict(db.execute(queries.LAST_NUMBERS))
+    return EventCursor(last.get("outcome", 0), last.get("frame", 0))
 
 
-# Rows of other namespaces are read too: the cursors pass over them, and no index knows both.
-_OUTCOME_NEWS = """
-SELECT n, ns, id, state, CASE WHEN length(result) <= ? THEN result END, result IS NULL AND result_ref IS NULL, error
-FROM outcome WHERE n > ? ORDER BY n LIMIT ?
-"""
-# The + keeps the planner from walking the whole index of frames to have them grouped already.
-_FRAME_NEWS = """
-SELECT max(f.n), i.id, i.ns FROM frame f CROSS JOIN invocation i ON i.seq = f.inv WHERE f.n > ? GROUP BY +f.inv
-"""
+def skip_events(db: sqlite3.Connection) -> NewEvents:
+    """Everything that has happened, unread."""
+    return NewEvents(event_cursor(db))
 
 
-class News(NamedTuple):
-    """The new cursor, what ended, with small outcomes, and whose journals grew. Without them: that is not known."""
-
-    cursor: Cursor
-    ended: list[tuple[str, Outcome | None]] | None = None
-    grown: list[str] | None = None
-
-
-def told(news: News) -> Iterator[contract.News]:
-    """The news as those who wait are told it; where it is not known, so that all of them look."""
-    if news.ended is None or news.grown is None:
-        yield contract.News("id")
-        yield contract.News("journal")
-        return
-    for id, outcome in news.ended:
-        yield contract.News("id", id, outcome)
-        yield contract.News("journal", id)
-    for id in news.grown:
-        yield contract.News("journal", id)
-
-
-def news(db: sqlite3.Connection, ns: str, since: Cursor, want_journals: bool) -> News:
-    """What ended and which journals grew since a cursor: the new cursor, ended ids with small outcomes, journals' ids."""
+def new_events(db: sqlite3.Connection, *, ns: str, since: EventCursor, with_journals: bool) -> NewEvents:
+    """What has happened in namespace `ns` since a cursor."""
     ended: list[tuple[str, Outcome | None]] = []
-    last, frame = since
+    last, last_frame = since
     while True:
-        found = db.execute(_OUTCOME_NEWS, (SMALL_RESULT, last, NEWS_ROWS)).fetchall()
-        for n, where, id, state, result, empty, error in found:
-            last = n
-            if where == ns:
-                told = result is not None or empty
-                ended.append((id, Outcome(id, state, result, read_failure(error)) if told else None))
-        if len(found) < NEWS_ROWS:
+        found = db.execute(queries.NEW_OUTCOMES, (SMALL_RESULT_BYTES, last, OUTCOMES_PER_READ)).fetchall()
+        for number, row_ns, id, state, result, is_none, error in found:
+            last = number
+            if row_ns == ns:
+                has_result = result is not None or is_none
+                ended.append((id, Outcome(id, state, result, read_failure(error)) if has_result else None))
+        if len(found) < OUTCOMES_PER_READ:
             break
-    if frame is None or not want_journals:
-        return News(Cursor(last, None), ended, [])
+    if last_frame is None or not with_journals:
+        return NewEvents(EventCursor(last, None), ended, [])
     grown: list[str] = []
-    for n, id, where in db.execute(_FRAME_NEWS, (frame,)).fetchall():
-        frame = max(frame, n)
-        if where == ns:
+    for number, id, row_ns in db.execute(queries.NEW_FRAMES, (last_frame,)).fetchall():
+        last_frame = max(last_frame, number)
+        if row_ns == ns:
             grown.append(id)
-    return News(Cursor(last, frame), ended, grown)
+    return NewEvents(EventCursor(last, last_frame), ended, grown)
 
 
 def holders(db: sqlite3.Connection) -> set[str]:
-    """Who holds what runs, in any namespace."""
-    return {row[0] for row in db.execute("SELECT DISTINCT holder FROM invocation WHERE state = 'running'")}
+    """The holders of all running rows, in any namespace."""
+    return {holder for (holder,) in db.execute(queries.HOLDERS)}
 
 
-_RUNNING = """
-SELECT holder, min(lease_until), min(lease_until + 9 * lease) FROM invocation
-WHERE ns = ? AND state = 'running' AND (holder IS NOT NULL OR ? + lease <= ?) GROUP BY holder
-"""
-
-
-def due(db: sqlite3.Connection, ns: str, now: float, since: float, with_holders: bool) -> Due:
-    """Whether time asks for something, and whether others have committed (`version` differs from the last one).
-
-    since: see `Reap`.
-    """
-    (version,) = db.execute("PRAGMA data_version").fetchone()
-    delayed = "SELECT 1 FROM invocation WHERE ns = ? AND state = 'queued' AND due = 0 AND not_before <= ? LIMIT 1"
-    late = db.execute(delayed, (ns, now)).fetchone() is not None
-    return Due(version, late, db.execute(_RUNNING, (ns, since, now)).fetchall() if with_holders else [])
+def check_due(db: sqlite3.Connection, ns: str, now: float, since: float, *, with_leases: bool) -> DueCheck:
+    """Read what may be due. since: see `Reap`, -inf for none; with_leases: read who holds running rows, too."""
+    (data_version,) = db.execute(queries.DATA_VERSION).fetchone()
+    delay_over = db.execute(queries.DELAY_OVER, (ns, now)).fetchone() is not None
+    leases = db.execute(queries.LEASES, (ns, since, now)).fetchall() if with_leases else []
+    return DueCheck(data_version, delay_over, leases)

@@ -1,36 +1,40 @@
-"""The SQLite plane: `Dispatch`, a `Plane` over a file that needs no server, and the store below it."""
+"""The SQLite plane: `Dispatch`, a `Plane` over a file that needs no server, and its store."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from ...concurrency.portal import across, at_home
+from ...concurrency.portal import across
 from ...errors import DispatchError, LakeshoreError
 from ...limits import LARGE_BYTES
-from ..contract.news import Kind, News
 from ..contract.operations import Finish, Operation, Reap, Reaped, Submit, weight_of
-from ..engine import Engine
 from ..plane import Plane
-from . import read as reads
-from . import statements
-from .claim import look
-from .connection import Checkpoints, Database, foreign
-from .doorbell import CANCELS, ENDS, JOBS, Bell, EventBell, jobs_of
-from .inline_writer import MOST_BYTES, MOST_OPERATIONS, Direct
-from .liveness import FilePresence, LocalPresence, Presence, Steps
-from .restore import Copying
-from .rows import PIECE, Batch, Changes, drop_blobs, new_blob, write_piece
+from . import copies, read
+from .apply import commit
+from .batch import Batch
+from .blobs import PIECE_BYTES, drop_blobs, new_blob, write_piece
+from .checkpoints import Checkpointer
+from .claim import finds_nothing
+from .connection import SqliteConnection, Transaction, as_plane_error
+from .doorbell import Bell, Doorbells, EventBell, FileDoorbells, MemoryDoorbells
+from .inline_writer import MAX_INLINE_BYTES, MAX_INLINE_OPERATIONS, InlineWriter
+from .liveness import ClockSteps, FileLiveness, Liveness, MemoryLiveness
+from .watcher import Watcher
 
 if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Callable, Sequence
 
+    from ...concurrency.portal import Home
+    from ..contract.news import News
+    from ..contract.operations import Restore
     from ..contract.records import Outcome, Page, Row, RowFilter
     from ..contract.store import Interest
 
@@ -40,72 +44,79 @@ logger = logging.getLogger("dreamlake.lakeshore.sqlite")
 
 T = TypeVar("T")
 
-_ENDS, _NONE = {ENDS}, set[str]()
-_KINDS: tuple[Kind, ...] = ("queue", "id", "journal", "claims")
+PIECES_PER_CHECKPOINT = 2
+"""Pieces of a large operation after which the log is copied into the file: seldom enough to cost little, and so little at a
+time that no small operation waits for it."""
+PAGE_BYTES = 4096
+"""Bytes of a database page."""
 
 
-class SqliteStore(Copying):
+class SqliteStore:
     """One engine's access to a database file, or to the in-memory database that the engines of a plane share."""
 
     net = 0.25
 
     def __init__(self, plane: Dispatch) -> None:
-        self._plane, self._ns, self._clock = plane, plane.ns, plane.clock
-        self.home: Literal["asyncio", "portal"] = "portal" if plane.path is None else "asyncio"
-        self._files: list[Database] = []
-        self._large: Database | None = None
-        self._direct: Direct | None = None
-        self._at_home = False  # the watcher, which runs on the loop of those who wait
+        self._plane = plane
+        self._ns = plane.ns
+        self._clock = plane.clock
+        self.home: Home = "portal" if plane.path is None else "asyncio"
+        self._is_open = False
+        self._own_connections: list[SqliteConnection] = []
+        self._large_connection: SqliteConnection | None = None
+        self._inline: InlineWriter | None = None
+        self._checkpointer = Checkpointer(self._connection_for_large)
+        self._liveness: Liveness = MemoryLiveness()
+        self._doorbells: Doorbells = MemoryDoorbells(plane.ns, plane.bells)
         self._bell: Bell | None = None
-        self._version, self._ticks = -1, 0
-        self._cursor = reads.Cursor(0, None)
-        self._steady = time.monotonic if plane.clock is time.time else plane.clock  # a test's own never steps
-        self._steps = Steps(lambda: self._steady())
-        self._since: float | None = None
-        self._presence: Presence = LocalPresence(plane.ns, plane.bells)
-        self._checkpoints = Checkpoints(self._second)
+        self._data_version = -1
+        self._due_checks = 0
+        self._clock_steps = ClockSteps(time.monotonic if plane.clock is time.time else plane.clock)
+        self._serving_since: float | None = None
 
     async def open(self) -> None:
         """Open the database; create and migrate it where needed."""
         path = self._plane.path
-        self._since = self._clock() if self._plane.serving else None
-        self._opening = anyio.Lock()
-        self._small = await self._plane.database()
-        if path is None:
-            return
-        self._files.append(self._small)
+        self._serving_since = self._clock() if self._plane.serving else None
+        self._opening_large = anyio.Lock()
+        self._connection = await self._plane.connection()
+        if path is not None:
+            self._own_connections.append(self._connection)
+            await self._join(path)
+        self._is_open = True
+
+    async def _join(self, path: Path) -> None:
+        """Become one of the engines that use the file."""
+        folder = Path(f"{path}-presence")
         try:
-            self._presence = FilePresence(Path(f"{path}-presence"), self._ns)
-            if not self._plane.durable:  # a commit that waits for the disk is none for the event loop
-                self._direct = Direct(path)
+            liveness = self._liveness = FileLiveness(folder)
+            self._doorbells = FileDoorbells(folder, self._ns, liveness)
+            if not self._plane.durable:  # a commit that waits for the disk must not be made on the event loop
+                self._inline = InlineWriter(path)
         except OSError as exc:
-            raise DispatchError(f"cannot join those who use the plane {str(path)!r}: {exc}") from exc
-        if left := self._presence.left_behind():
-            held = await self._small.call(reads.holders)
-            self._presence.bury(name for name in left if name not in held)
+            raise DispatchError(f"cannot open the files beside the plane {str(path)!r}: {exc}") from exc
+        dead = liveness.dead_holders()
+        if dead:
+            holders = await self._connection.call(read.holders)
+            self._forget_holders([name for name in dead if name not in holders])
 
     async def close(self) -> None:
-        """Give back what this engine's claims still hold, leave, and close."""
+        """Give back what this engine's claims still hold, and leave nothing open; also after an opening that failed."""
         try:
-            await self.apply([Reap(dead=(self._presence.holder,), counted=False)])
-            self._presence.leave()
+            if self._is_open:
+                await self.apply([Reap(dead=(self._liveness.holder,), counted=False)])
+                self._is_open = False
+            self._liveness.leave()
         except LakeshoreError as exc:
-            logger.warning("left without giving claims back, others will find them: %s", exc)
-            self._presence.forget()
-        await self._checkpoints.idle()
-        await self._disconnect()
-
-    async def discard(self) -> None:
-        """Close what an opening that failed, or that nobody waits for any more, has opened."""
-        self._presence.leave()
-        await self._disconnect()
-
-    async def _disconnect(self) -> None:
-        direct, self._direct = self._direct, None
-        if direct is not None:
-            direct.close()
-        for file in self._files:
-            await file.close()
+            logger.warning("the plane was closed before its claims were given back; other processes will: %s", exc)
+            self._liveness.abandon()
+        self._doorbells.close()
+        await self._checkpointer.wait()
+        if self._inline is not None:
+            self._inline.close()
+            self._inline = None
+        for connection in self._own_connections:
+            await connection.close()
 
     # Operations
 
@@ -114,226 +125,225 @@ class SqliteStore(Copying):
         return "large" if self._plane.path is not None and weight_of(op) > LARGE_BYTES else "small"
 
     async def apply(self, ops: Sequence[Operation]) -> Sequence[Any]:
-        """One transaction for all of `ops`; bells after the commit.
+        """Apply `ops` in one transaction, and wake waiters after its commit.
 
         It runs as one call on the connection's thread, or right here when it is small and nobody else is writing.
         """
-        weight = sum(map(weight_of, ops))
-        if weight > LARGE_BYTES and any(weight_of(op) > LARGE_BYTES for op in ops):
+        weights = [weight_of(op) for op in ops]
+        if self._plane.path is not None and max(weights, default=0) > LARGE_BYTES:
             return await self._apply_large(ops)
-        if (answers := self.apply_at_once(ops)) is not None:
-            return answers
-        return await self._small.call(lambda db: self._apply(self._small, db, ops, {}))
+        weight = sum(weights)
+        answers = self._apply_inline(ops, weight)
+        if answers is None:
+            answers = await self._connection.call(
+                lambda db: self._apply_on_thread(self._connection, db, ops, weight, {})
+            )
+        return answers
 
     def apply_at_once(self, ops: Sequence[Operation]) -> Sequence[Any] | None:
         """The same without a wait, for a small batch when nobody else is writing; None when it cannot be done so."""
-        direct = self._direct
-        if direct is None or len(ops) > MOST_OPERATIONS or sum(map(weight_of, ops)) > MOST_BYTES:
-            return None
-        if self._checkpoints.behind:  # the other connection makes its own
-            return None
-        now, changes = self._clock(), Changes()
-        seen = direct.read(lambda db: look(db, self._ns, ops, now)) or (True, True)
-        if not any(seen):
-            return [[] for _ in ops]
-        answers = direct.write(lambda db: statements.apply(self._batch(db, now, changes, {}, seen[1]), ops))
-        self._checkpoints.start_if_due()  # this connection makes none, and `due` is asked only while somebody waits
-        return None if answers is None else self._applied(ops, answers, changes)
+        return self._apply_inline(ops, sum(map(weight_of, ops)))
 
-    def _apply(
-        self, database: Database, db: sqlite3.Connection, ops: Sequence[Operation], blobs: dict[int, int]
-    ) -> Sequence[Any]:
-        now, changes = self._clock(), Changes()
-        seen = look(db, self._ns, ops, now)
-        if not any(seen):
+    def _apply_inline(self, ops: Sequence[Operation], weight: int) -> list[Any] | None:
+        inline = self._inline
+        if inline is None or len(ops) > MAX_INLINE_OPERATIONS or weight > MAX_INLINE_BYTES:
+            return None
+        if self._checkpointer.is_behind:  # the thread's connection makes a checkpoint of its own
+            return None
+        batch = Batch(inline.db, self._ns, self._clock(), self._liveness.holder)
+        try:
+            if finds_nothing(batch, ops):
+                return [[] for _ in ops]
+            answers = inline.commit(batch, ops)
+        except Exception:  # the connection's thread tries again, and reports what is wrong
+            answers = None
+        if answers is not None:
+            self._committed(batch, ops, answers, weight)
+        self._checkpointer.start_if_due()  # the watcher, which also starts them, runs only while somebody waits
+        return answers
+
+    def _apply_on_thread(
+        self,
+        connection: SqliteConnection,
+        db: sqlite3.Connection,
+        ops: Sequence[Operation],
+        weight: int,
+        blobs: dict[int, int],
+    ) -> list[Any]:
+        """What runs on a connection's thread. An error of the database fails only the operation that causes it."""
+        batch = Batch(db, self._ns, self._clock(), self._liveness.holder, blobs=blobs)
+        if finds_nothing(batch, ops):
             return [[] for _ in ops]
         try:
-            answers = database.write(db, lambda: statements.apply(self._batch(db, now, changes, blobs, seen[1]), ops))
+            with connection.lock_for_writing():
+                answers = commit(batch, ops)
         except Exception as exc:
             if len(ops) == 1:
-                return [foreign(exc, database.path)]
-            return [self._apply(database, db, [op], {})[0] for op in ops]  # one bad apple spoils only itself
-        return self._applied(ops, answers, changes)
-
-    def _batch(self, db: sqlite3.Connection, now: float, changes: Changes, blobs: dict[int, int], late: bool) -> Batch:
-        return Batch(db, self._ns, now, self._presence.holder, changes, blobs, late)
-
-    def _applied(self, ops: Sequence[Operation], answers: list[Any], changes: Changes) -> list[Any]:
-        """After the commit: who is to know, and how much has been written."""
-        self._presence.ring(changes)
-        weight = 0
-        for at, op in enumerate(ops):
-            weight += weight_of(op)
-            if type(op) is Reap and isinstance(answers[at], Reaped):
-                self._presence.bury(op.dead)
-        self._checkpoints.written += 2 + len(ops) + weight // 4096
+                return [as_plane_error(exc, connection.path)]
+            alone: list[Any] = []
+            for op in ops:
+                ref = blobs.pop(id(op), None)
+                own_blob = {} if ref is None else {id(op): ref}
+                alone += self._apply_on_thread(connection, db, [op], weight_of(op), own_blob)
+            return alone
+        self._committed(batch, ops, answers, weight)
+        unused = set(blobs.values()) - batch.linked
+        if unused:  # their operations were repeats, or were refused
+            with connection.lock_for_writing(), Transaction(db):
+                drop_blobs(db, unused)
         return answers
+
+    def _committed(self, batch: Batch, ops: Sequence[Operation], answers: Sequence[Any], weight: int) -> None:
+        """Wake waiters, count what was written, and forget holders whose claims were given back."""
+        self._doorbells.ring(batch.wakeups)
+        self._checkpointer.pages_written += 2 + len(ops) + weight // PAGE_BYTES
+        for op, answer in zip(ops, answers, strict=True):
+            if type(op) is Reap and isinstance(answer, Reaped):
+                self._forget_holders(op.dead)
+
+    def _forget_holders(self, holders: Sequence[str]) -> None:
+        """Remove what dead engines have left, once their claims have been given back."""
+        for holder in holders:
+            self._doorbells.remove(holder)
+            self._liveness.remove(holder)
+
+    # Large operations
 
     async def _apply_large(self, ops: Sequence[Operation]) -> Sequence[Any]:
-        """Bodies and results are written ahead in pieces, each in its own turn, so that small operations get theirs."""
-        if self._plane.path is None:
-            return await self._small.call(lambda db: self._apply(self._small, db, ops, {}))
-        large, blobs = await self._second(), dict[int, int]()
-        for at, op in enumerate(ops):
-            data = op.body if isinstance(op, Submit) else op.result if isinstance(op, Finish) else None
-            if data is not None and len(data) > LARGE_BYTES:
-                blobs[at] = await self._write_ahead(large, data)
-        answers = await large.call(lambda db: self._apply(large, db, ops, blobs))
-        unused = [ref for at, ref in blobs.items() if answers[at] is not True and isinstance(ops[at], Finish)]
-        if unused:
-            await large.call(lambda db: large.write(db, lambda: drop_blobs(db, unused)))
-        return answers
+        """Write large bodies and results ahead in pieces, each in its own transaction: small ones get turns in between."""
+        connection = await self._connection_for_large()
+        blobs: dict[int, int] = {}
+        for op in ops:
+            data: bytes | None = None
+            if isinstance(op, Submit):
+                data = op.body
+            elif isinstance(op, Finish):
+                data = op.result
+            if data is not None and len(data) > LARGE_BYTES and id(op) not in blobs:
+                blobs[id(op)] = await self._write_ahead(connection, data)
+        return await connection.call(
+            lambda db: self._apply_on_thread(connection, db, ops, sum(map(weight_of, ops)), blobs)
+        )
 
-    async def _second(self) -> Database:
-        """The connection of the large operations, and of checkpoints, to a file."""
-        async with self._opening:
-            if self._large is None:
-                self._large = await Database.open(self._plane.path, durable=self._plane.durable)
-                self._files.append(self._large)
-            return self._large
+    async def _connection_for_large(self) -> SqliteConnection:
+        """The connection of large operations, and of checkpoints."""
+        async with self._opening_large:
+            if self._large_connection is None:
+                self._large_connection = await SqliteConnection.open(self._plane.path, durable=self._plane.durable)
+                self._own_connections.append(self._large_connection)
+            return self._large_connection
 
-    async def _write_ahead(self, large: Database, data: bytes) -> int:
-        view, now = memoryview(data), self._clock()
-        ref = await large.call(lambda db: large.write(db, lambda: new_blob(db, now)))
+    async def _write_ahead(self, connection: SqliteConnection, data: bytes) -> int:
+        """Write a blob that no row refers to yet, and return its ref."""
+        view = memoryview(data)
+        now = self._clock()
 
-        def piece(part: int) -> Callable[[sqlite3.Connection], None]:
-            start = part * PIECE
-            return lambda db: large.write(db, lambda: write_piece(db, ref, part, view[start : start + PIECE]))
+        def begin(db: sqlite3.Connection) -> int:
+            with connection.lock_for_writing(), Transaction(db):
+                return new_blob(db, now)
 
-        for part in range(-(-len(view) // PIECE)):
-            await large.call(piece(part))
-            if part % 2 == 1:  # often, and so little at a time that nobody notices
-                await large.checkpoint()
+        def write(part: int, start: int, db: sqlite3.Connection) -> None:
+            with connection.lock_for_writing(), Transaction(db):
+                write_piece(db, ref, part, view[start : start + PIECE_BYTES])
+
+        ref = await connection.call(begin)
+        for part, start in enumerate(range(0, len(view), PIECE_BYTES)):
+            await connection.call(partial(write, part, start))
+            if (part + 1) % PIECES_PER_CHECKPOINT == 0:
+                await connection.checkpoint()
         return ref
 
     # Reads
 
-    async def _read(self, fn: Callable[[sqlite3.Connection], T]) -> T:
-        """A read of little: right here, if it can be."""
-        found = None if self._direct is None else self._direct.read(fn)
-        return await self._small.call(fn) if found is None else found
+    def read_at_once(self, fn: Callable[[sqlite3.Connection], T]) -> T | None:
+        """Call `fn`, which reads little, right here; None when that cannot be done. On the home loop only."""
+        return None if self._inline is None else self._inline.read(fn)
+
+    async def read_little(self, fn: Callable[[sqlite3.Connection], T]) -> T:
+        """Call `fn`, which reads little: right here, if that can be done."""
+        found = self.read_at_once(fn)
+        return await self._connection.call(fn) if found is None else found
 
     async def outcomes(self, ids: Sequence[str]) -> list[Outcome]:
-        return await self._small.call(lambda db: reads.outcomes(db, self._ns, ids))
+        return await self._connection.call(lambda db: read.outcomes(db, self._ns, ids))
 
     async def page(self, id: str, since: int, limit: int, max_bytes: int) -> Page:
-        return await self._small.call(lambda db: reads.page(db, self._ns, id, since, limit, max_bytes))
+        return await self._connection.call(lambda db: read.page(db, self._ns, id, since, limit, max_bytes))
 
     async def cancels(self, worker: str) -> list[tuple[str, int]]:
-        return await self._read(lambda db: reads.cancels(db, self._ns, worker))
+        return await self.read_little(lambda db: read.cancels(db, self._ns, worker))
 
     async def rows(self, filter: RowFilter) -> list[Row]:
-        return await self._small.call(lambda db: reads.rows(db, self._ns, filter))
+        return await self._connection.call(lambda db: read.rows(db, self._ns, filter))
 
     async def counts(self, queue: str | None, state: str | None) -> dict[tuple[str, str], int]:
-        return await self._small.call(lambda db: reads.counts(db, self._ns, queue, state))
+        return await self._connection.call(lambda db: read.counts(db, self._ns, queue, state))
 
     async def ages(self) -> dict[str, float]:
-        return await self._small.call(lambda db: reads.ages(db, self._ns, self._clock()))
+        return await self._connection.call(lambda db: read.ages(db, self._ns, self._clock()))
 
-    # What time and others do
+    async def copies(self, after: str | None, queues: Sequence[str], limit: int, max_bytes: int) -> list[Restore]:
+        return await self._connection.call(lambda db: copies.copies(db, self._ns, after, queues, limit, max_bytes))
+
+    async def journal(self, id: str, since: int, limit: int, max_bytes: int) -> list[tuple[int, bytes]]:
+        return await self._connection.call(lambda db: copies.journal(db, self._ns, id, since, limit, max_bytes))
+
+    # What time and other processes bring about
 
     async def due(self) -> list[Operation]:
-        """Look at the change counter and the clock; at every second look also at who holds what runs."""
-        self._ticks += 1
-        with_holders = self._ticks % 2 == 0
-        reap, changed = await self._small.call(lambda db: self._due(db, with_holders))
-        if changed and self._bell is not None:
-            self._bell.poke()
+        """Read the change counter and what is due; every second time also who holds what runs, and whether it is alive."""
+        self._due_checks += 1
+        with_leases = self._due_checks % 2 == 0
+        reap, others_committed = await self._connection.call(lambda db: self._check_due(db, with_leases=with_leases))
+        if others_committed and self._bell is not None:
+            self._bell.ring_all()
         if self._plane.path is not None:
-            self._checkpoints.start_if_due()
+            self._checkpointer.start_if_due()
         return [] if reap is None else [reap]
 
-    def _due(self, db: sqlite3.Connection, with_holders: bool) -> tuple[Reap | None, bool]:
+    def _check_due(self, db: sqlite3.Connection, *, with_leases: bool) -> tuple[Reap | None, bool]:
+        """The Reap that is due, if any, and whether another connection has committed since the last check."""
         now = self._clock()
-        found = reads.due(db, self._ns, now, -math.inf if self._since is None else self._since, with_holders)
-        dead, alive = self._presence.judge([name for name, _, _ in found.holders if name is not None])
-        late = found.late or bool(dead)
-        if not self._steps.merciful(now):
-            for name, once, tenfold in found.holders:
-                until = tenfold if name in alive else once
-                late = late or (until is not None and until <= now)
-        changed, self._version = found.version != self._version, found.version
-        return (Reap(tuple(dead), tuple(alive), since=self._since) if late else None), changed
+        since = -math.inf if self._serving_since is None else self._serving_since
+        found = read.check_due(db, self._ns, now, since, with_leases=with_leases)
+        dead, alive = self._liveness.sort([name for name, _, _ in found.leases if name is not None])
+        is_due = found.delay_over or bool(dead)
+        if self._clock_steps.leases_may_be_judged(now):
+            for name, one_lease_ends, ten_leases_end in found.leases:
+                # A living holder may be in a call of C code that keeps every heartbeat of its process from running.
+                ends = ten_leases_end if name in alive else one_lease_ends
+                if ends is not None and ends <= now:
+                    is_due = True
+        others_committed = found.data_version != self._data_version
+        self._data_version = found.data_version
+        reap = Reap(tuple(dead), tuple(alive), since=self._serving_since) if is_due else None
+        return reap, others_committed
 
     async def watch(self, interest: Interest, tell: Callable[[News], None]) -> None:
-        """Hang up a bell, tell everything once, and then what the bell and the cursor say."""
-        bell = self._bell = self._presence.bell()
-        self._at_home = at_home(self.home)
-        hung: dict[str, str] = {}  # where the bell hangs, and for which queue if for one
-
-        def hang() -> None:
-            wanted = {jobs_of(self._ns, queue): queue for queue in interest.names("queue")}
-            wanted |= {ENDS: ""} if interest.waits("id") or interest.waits("journal") else {}
-            wanted |= {CANCELS: ""} if interest.waits("claims") else {}
-            for place in wanted.keys() - hung.keys():
-                bell.hang(place, True)
-                hung[place] = wanted[place]
-
-        def pass_on() -> None:
-            """Claimers come back sooner than a link is made again, so a bell stays until it is rung in vain."""
-            waiting = interest.names("queue")
-            for place, queue in [(place, queue) for place, queue in hung.items() if queue and queue not in waiting]:
-                bell.hang(place, False)
-                del hung[place]
-                self._presence.ring(Changes({queue: 1}))
-
-        def hear(rung: set[str]) -> set[str]:
-            """In the loop's own callback, which spares the watcher's task: what cannot wait for the next step of one."""
-            if JOBS in rung:
-                pass_on()
-                tell(News("queue"))
-            if CANCELS in rung:
-                tell(News("claims"))
-            return rung & _ENDS if ENDS in rung and not self._tell_ends_at_once(interest, tell) else _NONE
-
+        """Tell everything once, and then what others commit. See `contract.store.Store`."""
+        self._bell = self._doorbells.bell()
         try:
-            hang()
-            interest.changed(hang)
-            self._cursor = await across(self.home, self._small.call, reads.cursor)
-            for kind in _KINDS:
-                tell(News(kind))
-            bell.hear = hear
-            while True:
-                await bell.wait()
-                await self._tell_ends(interest, tell)
+            await Watcher(self, self._ns, self._doorbells, self._bell, interest, tell).run()
         finally:
-            self._bell = bell.hear = None
-            interest.changed(lambda: None)
-            bell.close()
-
-    def _tell_ends_at_once(self, interest: Interest, tell: Callable[[News], None]) -> bool:
-        """Whether it could be done without a wait."""
-        direct = self._direct if self._at_home else None
-        found = None if direct is None else direct.read(self._news(interest))
-        if found is not None:
-            self._pass_on_news(found, tell)
-        return found is not None
-
-    async def _tell_ends(self, interest: Interest, tell: Callable[[News], None]) -> None:
-        self._pass_on_news(await across(self.home, self._read, self._news(interest)), tell)
-
-    def _news(self, interest: Interest) -> Callable[[sqlite3.Connection], reads.News]:
-        ids, journals, since = interest.waits("id"), interest.waits("journal"), self._cursor
-        if (journals and since.frame is None) or not (ids or journals):
-            return lambda db: reads.News(reads.cursor(db))
-        return lambda db: reads.news(db, self._ns, since, journals)
-
-    def _pass_on_news(self, news: reads.News, tell: Callable[[News], None]) -> None:
-        self._cursor = news.cursor
-        for one in reads.told(news):
-            tell(one)
+            self._bell = None
 
 
 class Dispatch(Plane):
     """The plane in a SQLite file: no server, any number of processes of one machine.
 
-    path: the file, created with mode 0600 when it is new; ":memory:" keeps all in this process. ns: whose invocations
-    are seen. durable: survive a power cut with nothing lost (synchronous=FULL), at a cost for each commit; otherwise a
-    killed process loses nothing and a power cut may lose the last commits.
+    It is an async context manager, and can be used without: the first use opens it. One object may be used from several
+    event loops.
 
-    An async context manager, and usable without: the first use opens it. One object may be used from several event
-    loops. Raises PlaneUnavailable when the file cannot be opened, DispatchError when it is not a plane's.
+    Args:
+        path: The file, created with mode 0600 when it is new. ":memory:" keeps everything in this process.
+        ns: The namespace: invocations of other namespaces in the same file are not seen.
+        durable: Lose nothing in a power cut (synchronous=FULL), at a cost for each commit. Otherwise a killed process
+            loses nothing, and a power cut may lose the last commits.
+        clock: What gives the plane's time, in seconds since the epoch. For tests.
+
+    Raises (at its first use):
+        PlaneUnavailable: The file cannot be opened now.
+        DispatchError: The file is not a plane, or of a newer version of this package.
     """
 
     local = True
@@ -348,43 +358,40 @@ class Dispatch(Plane):
     ) -> None:
         super().__init__(lambda: SqliteStore(self), f"Dispatch({str(path)!r})", ns=ns)
         self.path = None if str(path) == ":memory:" else Path(path).expanduser().absolute()
-        self.durable, self.clock = durable, clock
+        self.durable = durable
+        self.clock = clock
         self.bells: set[EventBell] = set()
-        self._memory: Database | None = None
+        """The bells of the engines of an in-memory plane, of all its namespaces."""
+        self._memory: SqliteConnection | None = None
         self._opening: anyio.Lock | None = None
-        self._whole = self
+        self._owner = self
+        """The plane whose in-memory database this one uses: itself, or the one it is a namespace of."""
 
     def within(self, ns: str) -> Dispatch:
         """The same file as another namespace sees it; it is closed on its own. In memory: as long as this one lives."""
         other = Dispatch(self.path or ":memory:", ns=ns, durable=self.durable, clock=self.clock)
-        other.serving, other.bells, other._whole = self.serving, self.bells, self._whole
+        other.serving = self.serving
+        other.bells = self.bells
+        other._owner = self._owner
         return other
 
-    async def _open(self) -> Engine:
-        store = SqliteStore(self)
-        try:
-            await across(store.home, store.open)
-        except BaseException:  # also when it was done on the portal's loop just before its caller was cancelled
-            with anyio.CancelScope(shield=True):
-                await across(store.home, store.discard)
-            raise
-        return Engine(store)
-
-    async def database(self) -> Database:
+    async def connection(self) -> SqliteConnection:
         """A connection for one engine; for an in-memory plane the one that all share, on the portal's loop."""
         if self.path is not None:
-            return await Database.open(self.path, durable=self.durable)
-        if self._whole is not self:
-            return await self._whole.database()
-        self._opening = self._opening or anyio.Lock()  # made on the portal's loop, and used there only
+            return await SqliteConnection.open(self.path, durable=self.durable)
+        if self._owner is not self:
+            return await self._owner.connection()
+        if self._opening is None:
+            self._opening = anyio.Lock()  # made on the portal's loop, and used there only
         async with self._opening:
             if self._memory is None:
-                self._memory = await Database.open(None, durable=False)
+                self._memory = await SqliteConnection.open(None, durable=False)
             return self._memory
 
     async def aclose(self) -> None:
-        """End the engines of every loop; an in-memory plane forgets its rows. It can be used, and opens, again."""
+        """Close the engines of every loop; an in-memory plane forgets its rows. It can be used again, and opens again."""
         await super().aclose()
-        memory, self._memory = self._memory, None
+        memory = self._memory
+        self._memory = None
         if memory is not None:
             await across("portal", memory.close)

@@ -22,20 +22,9 @@ from helpers import fresh_python, run_python, wait_until
 from dreamlake.lakeshore import Dispatch, DispatchError, PlaneUnavailable
 from dreamlake.lakeshore.planes.contract.operations import Claim, Claimed, Fence, Finish, Reap, Submit
 from dreamlake.lakeshore.planes.contract.records import RowFilter
-from dreamlake.lakeshore.planes.sqlite import (
-    connection as database,
-)
-from dreamlake.lakeshore.planes.sqlite import (
-    inline_writer as direct,
-)
-from dreamlake.lakeshore.planes.sqlite import (
-    liveness as presence,
-)
-from dreamlake.lakeshore.planes.sqlite import (
-    read as reads,
-)
-from dreamlake.lakeshore.planes.sqlite.doorbell import jobs_of
-from dreamlake.lakeshore.planes.sqlite.rows import PIECE
+from dreamlake.lakeshore.planes.sqlite import checkpoints, connection, doorbell, forks, inline_writer, read, write_lock
+from dreamlake.lakeshore.planes.sqlite.blobs import PIECE_BYTES
+from dreamlake.lakeshore.planes.sqlite.doorbell import queue_topic
 from dreamlake.lakeshore.planes.sqlite.store import SqliteStore
 
 pytestmark = pytest.mark.anyio
@@ -137,7 +126,7 @@ async def test_durable_planes_sync_every_commit(path: Path) -> None:
         levels = []
         for plane in (durable, fast):
             engine = await plane._engines.get()
-            small = engine.store._small  # type: ignore[attr-defined]
+            small = engine.store._connection  # type: ignore[attr-defined]
             levels.append(await engine.read(small.call, lambda db: db.execute("PRAGMA synchronous").fetchone()[0]))
     assert levels == [2, 1]
 
@@ -195,7 +184,7 @@ async def test_the_loop_never_waits_for_somebody_elses_turn(path: Path, monkeypa
     """A commit is made on the event loop only when the turn to write is free; otherwise the loop goes on meanwhile."""
     import fcntl
 
-    monkeypatch.setattr(presence, "_PATIENCE", 60.0)
+    monkeypatch.setattr(write_lock, "WRITE_LOCK_TIMEOUT", 60.0)
     async with Dispatch(path) as plane, Dispatch(path) as other:
         await plane.submit("q", b"first")
         turn = os.open(f"{path}-turn", os.O_RDWR)
@@ -216,9 +205,9 @@ async def test_the_loop_never_waits_for_somebody_elses_turn(path: Path, monkeypa
 
 async def test_durable_planes_do_not_commit_on_the_loop(path: Path) -> None:
     async with Dispatch(path, durable=True) as durable, Dispatch(path) as fast:
-        direct = [(await plane._engines.get()).store._direct for plane in (durable, fast)]  # type: ignore[attr-defined]
-    assert direct[0] is None
-    assert direct[1] is not None
+        inline = [(await plane._engines.get()).store._inline for plane in (durable, fast)]  # type: ignore[attr-defined]
+    assert inline[0] is None
+    assert inline[1] is not None
 
 
 # The log written ahead ----------------------------------------------------------------------------------------------
@@ -228,10 +217,12 @@ PAGES = 300
 
 @pytest.fixture
 def small_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "CHECKPOINT", PAGES)
-    monkeypatch.setattr(database, "MOST_PAGES", 4 * PAGES)
+    monkeypatch.setattr(checkpoints, "CHECKPOINT_PAGES", PAGES)
+    monkeypatch.setattr(checkpoints, "MAX_LOG_PAGES", 4 * PAGES)
     last = f"PRAGMA wal_autocheckpoint = {4 * PAGES}"
-    monkeypatch.setattr(database, "PRAGMAS", (*database.PRAGMAS, last))
+    pragmas = (*connection.PRAGMAS, last)
+    monkeypatch.setattr(connection, "PRAGMAS", pragmas)
+    monkeypatch.setattr(inline_writer, "PRAGMAS", pragmas)
 
 
 def log_size(path: Path) -> int:
@@ -255,7 +246,9 @@ async def test_planes_that_write_little_and_close_share_the_checkpoints(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of them writes enough for one of its own, and the one that stays open writes nothing."""
-    monkeypatch.setattr(database, "CHECKPOINT", 100)  # chance decides who makes one: with these figures it is no risk
+    monkeypatch.setattr(
+        checkpoints, "CHECKPOINT_PAGES", 100
+    )  # chance decides who makes one: with these figures it is no risk
     async with Dispatch(path) as idle:
         await idle.counts()
         for _ in range(150):
@@ -268,9 +261,9 @@ async def test_planes_that_write_little_and_close_share_the_checkpoints(
 @pytest.mark.usefixtures("small_log")
 async def test_one_checkpoint_at_a_time_and_a_close_waits_for_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, under_way, most = 0, 0, 0
-    checkpoint = database.Database.checkpoint
+    checkpoint = connection.SqliteConnection.checkpoint
 
-    async def counted(self: database.Database) -> int:
+    async def counted(self: connection.SqliteConnection) -> int:
         nonlocal made, under_way, most
         under_way += 1
         most = max(most, under_way)
@@ -280,7 +273,7 @@ async def test_one_checkpoint_at_a_time_and_a_close_waits_for_it(path: Path, mon
             under_way, made = under_way - 1, made + 1
             return pages
 
-    monkeypatch.setattr(database.Database, "checkpoint", counted)
+    monkeypatch.setattr(connection.SqliteConnection, "checkpoint", counted)
     async with Dispatch(path) as plane:
 
         async def started() -> bool:
@@ -303,15 +296,15 @@ async def test_one_checkpoint_at_a_time_and_a_close_waits_for_it(path: Path, mon
 async def test_a_failed_checkpoint_spoils_no_operation(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fails(self: database.Database) -> int:
+    async def fails(self: connection.SqliteConnection) -> int:
         raise PlaneUnavailable("the disk is full")
 
-    monkeypatch.setattr(database.Database, "checkpoint", fails)
+    monkeypatch.setattr(connection.SqliteConnection, "checkpoint", fails)
     async with Dispatch(path) as plane:
         for _ in range(2 * PAGES):
             await plane.submit("q", b"x")
         assert await plane.counts() == {("q", "queued"): 2 * PAGES}
-    assert "the log written ahead could not be brought home, it is tried again later: the disk is full" in caplog.text
+    assert "a checkpoint of the write-ahead log failed, and is made again later: the disk is full" in caplog.text
 
 
 # Openings that end early --------------------------------------------------------------------------------------------
@@ -346,7 +339,7 @@ async def test_a_cancelled_opening_leaves_nothing_open(path: Path, durable: bool
         with anyio.fail_after(10):
             await plane.aclose()
         assert open_files(path) == []
-        assert path not in database._open
+        assert path not in forks.open_paths
     assert list((Path(f"{path}-presence") / "holders").iterdir()) == []
 
 
@@ -360,14 +353,14 @@ async def test_an_opening_cancelled_during_a_call_leaves_nothing_open(
         await plane.submit("q", b"x")
     (Path(f"{path}-presence") / "holders" / "a-dead-one").touch()
     reached, go_on = threading.Event(), threading.Event()
-    module: Any = {"prepare": database, "holders": reads}[where]
+    module: Any = {"prepare": connection, "holders": read}[where]
     name = {"prepare": "_prepare", "holders": "holders"}[where]
     real = getattr(module, name)
 
-    def held_up(*args: Any) -> Any:
+    def held_up(*args: Any, **options: Any) -> Any:
         reached.set()
         assert go_on.wait(20)
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(module, name, held_up)
     plane = Dispatch(path)
@@ -377,14 +370,14 @@ async def test_an_opening_cancelled_during_a_call_leaves_nothing_open(
         group.cancel_scope.cancel()
         go_on.set()
     assert open_files(path) == []
-    assert path not in database._open
+    assert path not in forks.open_paths
     monkeypatch.setattr(module, name, real)
     async with plane:
         assert await plane.counts() == {("q", "queued"): 1}
 
 
 @needs_proc
-@pytest.mark.parametrize("part", ["connect", "turn", "direct", "datagrams"])
+@pytest.mark.parametrize("part", ["connect", "write_lock", "inline_writer", "datagrams"])
 async def test_a_failed_opening_leaves_nothing_open(path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     async with Dispatch(path) as plane:
         await plane.submit("q", b"x")
@@ -395,15 +388,15 @@ async def test_a_failed_opening_leaves_nothing_open(path: Path, monkeypatch: pyt
     if part == "connect":
         monkeypatch.setattr(sqlite3, "connect", fails)
     else:
-        module: Any = {"turn": database, "direct": direct, "datagrams": presence}[part]
-        monkeypatch.setattr(module, "datagram_socket" if part == "datagrams" else "Turn", fails)
+        module: Any = {"write_lock": connection, "inline_writer": inline_writer, "datagrams": doorbell}[part]
+        monkeypatch.setattr(module, "datagram_socket" if part == "datagrams" else "WriteLock", fails)
     plane = Dispatch(path)
     plane.patience = 0.0
     with pytest.raises(DispatchError, match="out of memory" if part == "connect" else "too many open files"):
         await plane.counts()
     await plane.aclose()
     assert open_files(path) == []
-    assert path not in database._open
+    assert path not in forks.open_paths
     assert list((Path(f"{path}-presence") / "holders").iterdir()) == []
 
 
@@ -466,11 +459,7 @@ async def test_others_are_woken_by_a_bell(path: Path) -> None:
 
 
 async def test_a_waiter_without_a_bell_finds_it_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dreamlake.lakeshore.planes.sqlite import doorbell as bells
-    from dreamlake.lakeshore.planes.sqlite import liveness as presence
-
-    monkeypatch.setattr(presence, "datagram_socket", lambda: None)
-    monkeypatch.setattr(bells, "datagram_socket", lambda: None)
+    monkeypatch.setattr(doorbell, "datagram_socket", lambda: None)
     async with Dispatch(path) as one, Dispatch(path) as other:
         async with anyio.create_task_group() as group:
 
@@ -532,9 +521,7 @@ async def test_a_job_rings_those_who_wait_for_its_queue(path: Path) -> None:
 
 
 async def test_a_bell_that_was_taken_away_is_hung_up_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dreamlake.lakeshore.planes.sqlite import doorbell as bells
-
-    monkeypatch.setattr(bells, "_LOOK", 0.2)
+    monkeypatch.setattr(doorbell, "SOCKET_CHECK_INTERVAL", 0.2)
     async with Dispatch(path) as one, Dispatch(path) as other, anyio.create_task_group() as group:
         claimed: list[Any] = []
 
@@ -556,7 +543,7 @@ async def test_litter_in_the_folder_is_no_hindrance(path: Path) -> None:
     async with Dispatch(path) as one, Dispatch(path) as other:
         assert await one.counts() == {}
         presence = Path(f"{path}-presence")
-        place = presence / jobs_of("default", "q")
+        place = presence / queue_topic("default", "q")
         place.mkdir(exist_ok=True)
         (place / "a-file").write_text("x")
         (place / "a-folder").mkdir()
@@ -722,7 +709,7 @@ async def test_after_a_step_of_the_clock_holders_may_renew_first(path: Path) -> 
         engine = await plane._engines.get()
         store: Any = engine.store
         ticks = [0.0]
-        store._steady = lambda: ticks[0]
+        store._clock_steps._steady = lambda: ticks[0]
 
         async def due() -> list[Any]:
             await engine.read(store.due)
@@ -741,9 +728,7 @@ async def test_a_stopped_process_does_not_hold_up_the_others_for_ever(
 ) -> None:
     import fcntl
 
-    from dreamlake.lakeshore.planes.sqlite import liveness as presence
-
-    monkeypatch.setattr(presence, "_PATIENCE", 0.3)
+    monkeypatch.setattr(write_lock, "WRITE_LOCK_TIMEOUT", 0.3)
     async with Dispatch(path) as plane:
         await plane.submit("q", b"x")
         turn = os.open(f"{path}-turn", os.O_RDWR)
@@ -823,7 +808,7 @@ async def test_refused_large_operations_leave_no_pieces(path: Path) -> None:
         answers = await plane.many([Finish(fence_of(claimed, "w"), "succeeded", b"z" * (2 * MB))])
         assert "is lost" in str(answers[0])
     assert query(path, "SELECT count(*) FROM blob") == [(1,)]
-    assert query(path, "SELECT count(*) FROM piece") == [(2 * MB // PIECE,)]
+    assert query(path, "SELECT count(*) FROM piece") == [(2 * MB // PIECE_BYTES,)]
 
 
 async def test_large_operations_take_turns_with_small_ones(path: Path) -> None:
@@ -961,7 +946,7 @@ def test_R95_R96_many_processes_open_one_new_file(path: Path) -> None:
     script = """
         import anyio, sys
         from dreamlake.lakeshore import Dispatch
-        from dreamlake.lakeshore.planes.contract.store import Fence
+        from dreamlake.lakeshore.planes.contract.operations import Fence
         async def main():
             mine = []
             async with Dispatch(sys.argv[1]) as plane:

@@ -35,7 +35,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Path |
 async def holder_of_dispatch(plane: Plane) -> str:
     store = (await plane._engines.get()).store
     assert isinstance(store, SqliteStore)
-    return store._presence.holder
+    return store._liveness.holder
 
 
 @pytest.mark.slow
