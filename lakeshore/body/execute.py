@@ -1,4 +1,4 @@
-"""One invocation, wherever it runs: envelope bytes in, what came of it out, yielded values through `emit` on the way.
+"""One invocation, wherever it runs: envelope bytes in, what came of it out, yielded values through `sink` on the way.
 
 Whatever goes wrong inside, from bytes that are no envelope to a body that calls `sys.exit`, is what came of it. Only
 cancellation is raised: whether it was meant for this body, or is the body's own doing, its caller knows.
@@ -36,7 +36,18 @@ if TYPE_CHECKING:
 
     from anyio import CapacityLimiter
 
-__all__ = ["Done", "Emit", "Pace", "Site", "describe", "failed", "invoke", "invoke_alone", "leaves", "refused"]
+__all__ = [
+    "Backpressure",
+    "BodyOutcome",
+    "BodySettings",
+    "ValueSink",
+    "describe_exception",
+    "execute",
+    "execute_blocking",
+    "failed",
+    "failed_permanently",
+    "leaf_exceptions",
+]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TEXT_LIMIT = 64 * 1024
@@ -44,7 +55,7 @@ _members = BaseExceptionGroup.__dict__["exceptions"].__get__
 _class_name = type.__dict__["__name__"].__get__
 
 
-class Done(NamedTuple):
+class BodyOutcome(NamedTuple):
     """What came of a body. `final`: no retry can help."""
 
     state: str
@@ -53,15 +64,15 @@ class Done(NamedTuple):
     final: bool = False
 
 
-class Pace(Enum):
+class Backpressure(Enum):
     """What a body has to do after it gave a value: go on, let the event loop run once, or wait for room."""
 
-    GO = "go"
-    STEP = "step"
+    NONE = "none"
+    CHECKPOINT = "checkpoint"
     WAIT = "wait"
 
 
-class Emit(Protocol):
+class ValueSink(Protocol):
     """Where the values of a generator body go, and what passes between the body's runner and who asked for it."""
 
     function: str
@@ -73,7 +84,7 @@ class Emit(Protocol):
         """Called once before a generator body starts."""
         ...
 
-    def add(self, value: Any) -> Pace:
+    def add(self, value: Any) -> Backpressure:
         """Take a value, from any thread, and never block. Raises when the body is to stop."""
         ...
 
@@ -83,7 +94,7 @@ class Emit(Protocol):
 
 
 @dataclass(frozen=True)
-class Site:
+class BodySettings:
     """Where bodies run, and what may run there.
 
     root: the absolute folder of the keys. allow_pickled: whether functions may be unpickled. runtime_policy: see
@@ -113,17 +124,17 @@ class _Body(NamedTuple):
         return run_body(self.call, self.fn, self.kind, self.args, self.kwargs)
 
 
-async def invoke(
+async def execute(
     body: bytes,
-    site: Site,
-    emit: Emit,
+    settings: BodySettings,
+    sink: ValueSink,
     *,
     id: str,
     attempt: int,
     threads: CapacityLimiter,
     prefix: str = "",
     payload: str = "",
-) -> Done:
+) -> BodyOutcome:
     """Run the invocation `id` from its envelope; `def` and generator bodies in a thread under the limiter `threads`.
 
     prefix: used when the envelope has none. payload: a word more for bytes that are no envelope.
@@ -132,63 +143,63 @@ async def invoke(
     """
     try:
         envelope = _read(body, id, payload)
-        if isinstance(envelope, Done):
+        if isinstance(envelope, BodyOutcome):
             return envelope
-        emit.function = envelope.fn.get("qualname") or "?"
-        prepare = partial(_prepare, envelope, site, id, attempt, prefix)
-        if envelope.fn.get("kind") == "ref" and site.registry is None and _loaded(envelope.fn.get("module")):
+        sink.function = envelope.fn.get("qualname") or "?"
+        prepare = partial(_prepare, envelope, settings, id, attempt, prefix)
+        if envelope.fn.get("kind") == "ref" and settings.registry is None and _loaded(envelope.fn.get("module")):
             ready = prepare()
         else:  # an import or an unpickling may take its time
             ready = await anyio.to_thread.run_sync(prepare, abandon_on_cancel=True, limiter=threads)
-        if isinstance(ready, Done):
+        if isinstance(ready, BodyOutcome):
             return ready
         if ready.kind in ("gen", "asyncgen"):
-            emit.begin()
+            sink.begin()
         if ready.kind == "async":
             return await _run_async(ready)
         if ready.kind == "asyncgen":
-            return await _run_asyncgen(ready, emit)
-        emit.in_thread = True
-        run = partial(_run_gen, ready, emit) if ready.kind == "gen" else partial(_run_def, ready)
+            return await _run_asyncgen(ready, sink)
+        sink.in_thread = True
+        run = partial(_run_gen, ready, sink) if ready.kind == "gen" else partial(_run_def, ready)
         return await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=threads)
     except Exception as exc:  # of ours: it must not end the worker, which has other invocations to run
-        return refused(exc)
+        return failed_permanently(exc)
 
 
-def invoke_alone(
+def execute_blocking(
     body: bytes,
-    site: Site,
-    emit: Emit,
+    settings: BodySettings,
+    sink: ValueSink,
     *,
     id: str | None,
     attempt: int,
     prefix: str,
-    loop: Callable[[Callable[[], Awaitable[Done]]], Done],
-) -> Done:
+    loop: Callable[[Callable[[], Awaitable[BodyOutcome]]], BodyOutcome],
+) -> BodyOutcome:
     """The same in a process that has nothing else to do: bodies run in this thread, async ones by `loop`.
 
     id: None for the Envelope's own. An exception for this thread, such as a signal handler raises, is the body's.
     """
     try:
         envelope = _read(body, id or "?", "")
-        if isinstance(envelope, Done):
+        if isinstance(envelope, BodyOutcome):
             return envelope
-        emit.function = envelope.fn.get("qualname") or "?"
-        ready = _prepare(envelope, site, id or envelope.id, attempt, prefix)
-        if isinstance(ready, Done):
+        sink.function = envelope.fn.get("qualname") or "?"
+        ready = _prepare(envelope, settings, id or envelope.id, attempt, prefix)
+        if isinstance(ready, BodyOutcome):
             return ready
         if ready.kind in ("gen", "asyncgen"):
-            emit.begin()
+            sink.begin()
         if ready.kind == "def":
             return _run_def(ready)
         if ready.kind == "gen":
-            return _run_gen(ready, emit)
-        return loop(partial(_run_async, ready) if ready.kind == "async" else partial(_run_asyncgen, ready, emit))
+            return _run_gen(ready, sink)
+        return loop(partial(_run_async, ready) if ready.kind == "async" else partial(_run_asyncgen, ready, sink))
     except Exception as exc:  # of ours
-        return refused(exc)
+        return failed_permanently(exc)
 
 
-def _read(body: bytes, id: str, payload: str) -> Envelope | Done:
+def _read(body: bytes, id: str, payload: str) -> Envelope | BodyOutcome:
     try:
         envelope = Envelope.from_bytes(body)
         for name in ("kind", "module", "qualname"):
@@ -197,9 +208,11 @@ def _read(body: bytes, id: str, payload: str) -> Envelope | Done:
                 raise WireError(f"`fn.{name}` should be text, but is of type {type(value).__name__}")
         return envelope
     except WireError as exc:
-        return refused(WireError(f"the payload of invocation {id!r} is not one that a worker can run: {exc}{payload}"))
+        return failed_permanently(
+            WireError(f"the payload of invocation {id!r} is not one that a worker can run: {exc}{payload}")
+        )
     except BaseException as exc:  # codecs are the user's, and may raise anything
-        return refused(exc)
+        return failed_permanently(exc)
 
 
 def _loaded(module: object) -> bool:
@@ -208,32 +221,32 @@ def _loaded(module: object) -> bool:
     return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
 
 
-def _prepare(envelope: Envelope, site: Site, id: str, attempt: int, prefix: str) -> _Body | Done:
+def _prepare(envelope: Envelope, settings: BodySettings, id: str, attempt: int, prefix: str) -> _Body | BodyOutcome:
     try:
         target = resolve_fn(
             envelope.fn,
-            registry=site.registry,
-            allow_pickled=site.allow_pickled,
-            runtime_policy=site.runtime_policy,
-            allow_modules=site.allow_modules,
+            registry=settings.registry,
+            allow_pickled=settings.allow_pickled,
+            runtime_policy=settings.runtime_policy,
+            allow_modules=settings.allow_modules,
             cfg=envelope.cfg,
         )
         fn = target.__wrapped__ if is_udf(target) else target
         args, kwargs = envelope.arguments()
-        call = invocation_scope(site.root, envelope.prefix or prefix, id, attempt)
+        call = invocation_scope(settings.root, envelope.prefix or prefix, id, attempt)
         return _Body(call, fn, body_kind(fn), args, kwargs)
     except BaseException as exc:  # codecs and modules are the user's, and may raise anything
-        return refused(exc)
+        return failed_permanently(exc)
 
 
-def _run_def(body: _Body) -> Done:
+def _run_def(body: _Body) -> BodyOutcome:
     try:
         return _succeeded(body, body.run())
     except BaseException as exc:
         return failed(exc)
 
 
-async def _run_async(body: _Body) -> Done:
+async def _run_async(body: _Body) -> BodyOutcome:
     try:
         return _succeeded(body, await body.run())
     except BaseException as exc:
@@ -241,7 +254,7 @@ async def _run_async(body: _Body) -> Done:
         return failed(exc)
 
 
-def _run_gen(body: _Body, emit: Emit) -> Done:
+def _run_gen(body: _Body, sink: ValueSink) -> BodyOutcome:
     """In a thread: values go straight into the writer; the thread crosses to the loop only to wait for room."""
     manifest = Manifest()
     try:
@@ -249,8 +262,8 @@ def _run_gen(body: _Body, emit: Emit) -> Done:
         try:
             for item in items:
                 manifest.see(item)
-                if _give(body, emit, item) is Pace.WAIT:
-                    anyio.from_thread.run(emit.room)
+                if _give(body, sink, item) is Backpressure.WAIT:
+                    anyio.from_thread.run(sink.room)
         finally:
             items.close()
         return _succeeded(body, manifest.value())
@@ -258,15 +271,15 @@ def _run_gen(body: _Body, emit: Emit) -> Done:
         return failed(exc)
 
 
-async def _run_asyncgen(body: _Body, emit: Emit) -> Done:
+async def _run_asyncgen(body: _Body, sink: ValueSink) -> BodyOutcome:
     manifest = Manifest()
     try:
         items = body.run()
         try:
             async for item in items:
                 manifest.see(item)
-                if _give(body, emit, item) is not Pace.GO:
-                    await emit.room()
+                if _give(body, sink, item) is not Backpressure.NONE:
+                    await sink.room()
         finally:
             await items.aclose()
         return _succeeded(body, manifest.value())
@@ -275,9 +288,9 @@ async def _run_asyncgen(body: _Body, emit: Emit) -> Done:
         return failed(exc)
 
 
-def _give(body: _Body, emit: Emit, item: Any) -> Pace:
+def _give(body: _Body, sink: ValueSink, item: Any) -> Backpressure:
     try:
-        return emit.add(item)
+        return sink.add(item)
     except EncodeError as exc:
         raise EncodeError(f"a value that {body.name!r} yielded cannot be packed: {exc}") from None
 
@@ -285,12 +298,12 @@ def _give(body: _Body, emit: Emit, item: Any) -> Pace:
 def _raise_cancellation(exc: BaseException) -> None:
     """A cancellation, and nothing else, is for the caller to judge; task groups may have wrapped it."""
     kind = anyio.get_cancelled_exc_class()
-    inside = list(leaves(exc))
+    inside = list(leaf_exceptions(exc))
     if all(issubclass(type(leaf), kind) for leaf in inside):
         raise inside[0]
 
 
-def leaves(exc: BaseException) -> Iterator[BaseException]:
+def leaf_exceptions(exc: BaseException) -> Iterator[BaseException]:
     """The exceptions in the groups that task groups wrap around them, each once; of a plain exception, itself."""
     waiting, seen = [exc], set[int]()
     while waiting:
@@ -304,25 +317,25 @@ def leaves(exc: BaseException) -> Iterator[BaseException]:
             yield one
 
 
-def _succeeded(body: _Body, value: Any) -> Done:
+def _succeeded(body: _Body, value: Any) -> BodyOutcome:
     try:
-        return Done("succeeded", pack(value))
+        return BodyOutcome("succeeded", pack(value))
     except EncodeError as exc:
-        return refused(EncodeError(f"the result of {body.name!r} cannot be packed: {exc}"))
+        return failed_permanently(EncodeError(f"the result of {body.name!r} cannot be packed: {exc}"))
 
 
-def failed(exc: BaseException) -> Done:
+def failed(exc: BaseException) -> BodyOutcome:
     """The outcome of a body that raised."""
     final = issubclass(type(exc), EncodeError)  # another attempt would meet the same
-    return Done("failed", None, describe(exc), final)
+    return BodyOutcome("failed", None, describe_exception(exc), final)
 
 
-def refused(exc: BaseException) -> Done:
+def failed_permanently(exc: BaseException) -> BodyOutcome:
     """The outcome of an invocation that no further attempt could help."""
-    return Done("failed", None, describe(exc), True)
+    return BodyOutcome("failed", None, describe_exception(exc), True)
 
 
-def describe(exc: BaseException) -> Failure:
+def describe_exception(exc: BaseException) -> Failure:
     """An exception as text that always can be sent: its class, its words, and the traceback with notes and causes."""
     try:
         name = _clean(_class_name(type(exc)))

@@ -180,9 +180,9 @@ async def _finish(
 
 def _failure(error: BaseException | str | Failure | None) -> Failure:
     if isinstance(error, BaseException):  # asked first: what is one cannot deny it
-        from ..body.execute import describe
+        from ..body.execute import describe_exception
 
-        return describe(error)
+        return describe_exception(error)
     if isinstance(error, Failure):
         return error
     return Failure("Error", error or "whoever claimed it gave it up, and no reason")

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..body.execute import Done, Pace, Site, failed, invoke_alone, refused
+from ..body.execute import Backpressure, BodyOutcome, BodySettings, execute_blocking, failed, failed_permanently
 from ..planes.contract.records import Failure
 from ..wire import Frame, FrameKind
 from .workdir import (
@@ -66,7 +66,7 @@ class Stop:
             self.asked = True
             raise SystemExit(STOPPED)
 
-    def run_async(self, body: Callable[[], Awaitable[Done]]) -> Done:
+    def run_async(self, body: Callable[[], Awaitable[BodyOutcome]]) -> BodyOutcome:
         """Run an async body on an event loop of its own, on which SIGTERM cancels it."""
         import anyio
 
@@ -77,7 +77,7 @@ class Stop:
                     self.asked = True
                     scope.cancel()
 
-        async def main() -> Done:
+        async def main() -> BodyOutcome:
             done = _stopped()
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as group:
@@ -90,7 +90,7 @@ class Stop:
 
 
 class FrameFile:
-    """The `Emit` of the body: values become frames at the end of a file."""
+    """The `ValueSink` of the body: values become frames at the end of a file."""
 
     function = "?"
     in_thread = False
@@ -103,12 +103,12 @@ class FrameFile:
     def begin(self) -> None:
         self._file = open(self._path, "xb", buffering=0, opener=_private)
 
-    def add(self, value: Any) -> Pace:
+    def add(self, value: Any) -> Backpressure:
         view = memoryview(Frame(FrameKind.VALUE, self._seq, value).to_bytes())
         self._seq += 1
         while view:
             view = view[self._file.write(view) :]
-        return Pace.STEP
+        return Backpressure.CHECKPOINT
 
     async def room(self) -> None:
         from anyio.lowlevel import checkpoint
@@ -148,34 +148,36 @@ def run() -> int:
     return _leave(folder, done)
 
 
-def _body(folder: Path, stop: Stop) -> Done:
+def _body(folder: Path, stop: Stop) -> BodyOutcome:
     try:
         remove_leftovers(folder, RESULT, ERROR, FRAMES)
         orders = ChildSettings.read(os.environ)
-        site = Site(orders.root, orders.allow_pickled, orders.runtime_policy, allow_modules=orders.allow_modules)
+        settings = BodySettings(
+            orders.root, orders.allow_pickled, orders.runtime_policy, allow_modules=orders.allow_modules
+        )
         args = (folder / ARGS).read_bytes()
     except (OSError, ValueError) as exc:
-        return refused(exc)
+        return failed_permanently(exc)
     emit = FrameFile(folder)
     try:
-        return invoke_alone(
-            args, site, emit, id=orders.id, attempt=orders.attempt, prefix=orders.prefix, loop=stop.run_async
+        return execute_blocking(
+            args, settings, emit, id=orders.id, attempt=orders.attempt, prefix=orders.prefix, loop=stop.run_async
         )
     finally:
         emit.close()
 
 
-def _stopped() -> Done:
-    return Done("failed", None, Failure("Cancelled", "stopped by SIGTERM"))
+def _stopped() -> BodyOutcome:
+    return BodyOutcome("failed", None, Failure("Cancelled", "stopped by SIGTERM"))
 
 
-def _leave(folder: Path, done: Done) -> int:
+def _leave(folder: Path, done: BodyOutcome) -> int:
     if done.error is None and done.result is not None:
         try:
             write_file(folder, RESULT, done.result)
             return 0
         except OSError as exc:  # no space, most likely: an error takes less
-            done = refused(exc)
+            done = failed_permanently(exc)
     error = done.error or Failure("DaemonError", "nothing came of the body")
     sys.stderr.write(error.traceback or f"{error.type}: {error.message}\n")
     try:

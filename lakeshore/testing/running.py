@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import anyio
 
-from ..body.execute import leaves
+from ..body.execute import leaf_exceptions
 from ..worker.loop import run_worker
 
 if TYPE_CHECKING:
@@ -58,6 +58,6 @@ async def running_worker(queues: Queue | Sequence[Queue], **options: Unpack[Work
                 group.cancel_scope.cancel()
             stop.set()
     except BaseExceptionGroup as raised:
-        failure = failure or next(leaves(raised))
+        failure = failure or next(leaf_exceptions(raised))
     if failure is not None:
         raise failure

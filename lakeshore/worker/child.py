@@ -21,7 +21,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from ..body.execute import Done, Pace, describe, leaves, refused
+from ..body.execute import Backpressure, BodyOutcome, describe_exception, failed_permanently, leaf_exceptions
 from ..concurrency.tasks import run_to_end
 from ..daemon.workdir import (
     ERROR,
@@ -117,7 +117,7 @@ class ChildExecutor:
             "the %s runner cannot start children, nothing is claimed for %.1f s: %s", self.runner.name, pause, exc
         )
 
-    async def run(self, claimed: Claimed, channel: BodyChannel) -> Done:
+    async def run(self, claimed: Claimed, channel: BodyChannel) -> BodyOutcome:
         """Run the body. Cancelled: its child has ended when this raises, or gives the result that it had all the same."""
         attempt = _ChildAttempt(self, claimed, channel)
         try:
@@ -147,14 +147,14 @@ class _ChildAttempt:
         self._script: str | None = None
         self._kept = False
 
-    async def run(self) -> Done:
+    async def run(self) -> BodyOutcome:
         self._emit.timeout_start = None  # an engine may keep a child waiting for days
         try:
             check_id(self._claimed.id)
             self._emit.function = _name(self._claimed.body)
             launch = await self._prepare()
         except (TransportError, WireError, ValueError) as exc:
-            return refused(exc)
+            return failed_permanently(exc)
         except (OSError, DispatchError) as exc:
             self._child.refused(exc)
             return _failed(f"its folder could not be prepared: {exc}")
@@ -251,7 +251,7 @@ class _ChildAttempt:
 
     # While it runs, and its end
 
-    async def _outcome(self, folder: Folder, process: Process) -> Done:
+    async def _outcome(self, folder: Folder, process: Process) -> BodyOutcome:
         try:
             ended = await self._follow(folder, process)
         except BaseException as exc:
@@ -265,7 +265,7 @@ class _ChildAttempt:
         self._kept = done.state != "succeeded"
         return done
 
-    async def _stop(self, folder: Folder, process: Process) -> Done:
+    async def _stop(self, folder: Folder, process: Process) -> BodyOutcome:
         """End the child, and see whether its body has finished all the same."""
         ended = await process.kill()
         if ended.code == 0 and self._tail is not None:
@@ -287,7 +287,7 @@ class _ChildAttempt:
                 found.append(await process.wait())
                 group.cancel_scope.cancel()
         except BaseExceptionGroup as raised:
-            raise next(leaves(raised)) from None
+            raise next(leaf_exceptions(raised)) from None
         while await self._forward(self._tail):
             pass
         return found[0]
@@ -307,17 +307,17 @@ class _ChildAttempt:
             self._begun = True
             self._emit.begin()
         while tail.values:
-            if self._emit.add_packed(tail.values.popleft()) is Pace.WAIT and patiently:
+            if self._emit.add_packed(tail.values.popleft()) is Backpressure.WAIT and patiently:
                 await self._emit.room()
         return True
 
-    def _read(self, folder: Folder, ended: Exit) -> Done:
+    def _read(self, folder: Folder, ended: Exit) -> BodyOutcome:
         """What came of the child."""
         if ended.error is not None:
             state = LOST if ended.error.type == "WorkerLost" else ended.state
-            return Done(state, None, ended.error, state in ("timeout", "killed"))
+            return BodyOutcome(state, None, ended.error, state in ("timeout", "killed"))
         if ended.state == LOST and not os.path.lexists(folder.path / RESULT):
-            return Done(LOST, None, _GONE)
+            return BodyOutcome(LOST, None, _GONE)
         if ended.code == 0 or ended.state == LOST:
             with suppress(OSError):
                 if (size := os.lstat(folder.path / RESULT).st_size) > LARGEST:
@@ -327,23 +327,23 @@ class _ChildAttempt:
                 try:
                     self._tail.check_end()
                 except WireError as exc:
-                    return refused(exc)
+                    return failed_permanently(exc)
             if result is None and self._script is not None:
                 result = pack(None)
             if result is not None:
-                return Done("succeeded", result)
+                return BodyOutcome("succeeded", result)
             return _failed(f"the child ended with exit code 0 and wrote no {RESULT}", _output(folder, ended))
         said = read_error(folder.path)
         if said is not None:
-            return Done("failed", None, Failure(said.type, said.message, said.traceback), said.final)
+            return BodyOutcome("failed", None, Failure(said.type, said.message, said.traceback), said.final)
         how = f"ended with exit code {ended.code}" if ended.code > 0 else f"was killed by {_signal(-ended.code)}"
         return _failed(f"the child {how} and wrote no error.json", _output(folder, ended))
 
 
-def _failed(message: str, output: str = "") -> Done:
+def _failed(message: str, output: str = "") -> BodyOutcome:
     """A failure in the daemon's own words."""
     shown = f"{message}; the end of its output:\n{output}" if output else message
-    return Done("failed", None, Failure("DaemonError", shown))
+    return BodyOutcome("failed", None, Failure("DaemonError", shown))
 
 
 def _output(folder: Folder, ended: Exit) -> str:
@@ -378,7 +378,7 @@ def _run_config(config: bytes | None) -> Mapping[str, Any]:
         try:
             found: Any = unpack(config)
         except WireError as exc:
-            logger.debug("a run_config cannot be read: %s", describe(exc).message)
+            logger.debug("a run_config cannot be read: %s", describe_exception(exc).message)
         else:
             said = cast("dict[str, Any]", found).get("run_config") if isinstance(found, dict) else None
             if isinstance(said, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from ..body.execute import Done, Emit, Pace
+from ..body.execute import Backpressure, BodyOutcome, ValueSink
 
 if TYPE_CHECKING:
     from ..planes.contract.operations import Claimed
@@ -22,7 +22,7 @@ StopReason: TypeAlias = Literal["cancel", "timeout", "lost", "shutdown"]
 """Why a running body is stopped."""
 
 
-class BodyChannel(Emit, Protocol):
+class BodyChannel(ValueSink, Protocol):
     """The connection between an executor and the claim that it runs: values, the clock of the timeout, the stop reason."""
 
     kill_at_shutdown: bool
@@ -37,7 +37,7 @@ class BodyChannel(Emit, Protocol):
         """Why the body is being stopped; None while nothing has asked for that."""
         ...
 
-    def add_packed(self, data: bytes) -> Pace:
+    def add_packed(self, data: bytes) -> Backpressure:
         """Take a value that is packed already; otherwise like `add`."""
         ...
 
@@ -48,7 +48,7 @@ class Executor(Protocol):
     paused_until: float
     """The worker claims nothing before this time (`time.monotonic`)."""
 
-    async def run(self, claimed: Claimed, channel: BodyChannel) -> Done:
+    async def run(self, claimed: Claimed, channel: BodyChannel) -> BodyOutcome:
         """Run the body of `claimed` and return its outcome.
 
         When cancelled, it stops the body first and raises after that.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ..body.execute import Pace
+from ..body.execute import Backpressure
 from ..client.streams import restart_frame
 from ..concurrency.loops import loop_token, run_sync_soon
 from ..errors import ClaimLost, DispatchError, LakeshoreError, NotAuthorized, PlaneUnavailable
@@ -74,11 +74,11 @@ class FrameWriter:
 
     # Frames come
 
-    def add(self, value: Any) -> Pace:
+    def add(self, value: Any) -> Backpressure:
         """Put one value behind the others. Raises EncodeError, or what ended the writer."""
         return self.add_packed(pack(value))
 
-    def add_packed(self, data: bytes) -> Pace:
+    def add_packed(self, data: bytes) -> Backpressure:
         """Put one value behind the others that is packed already. Raises what ended the writer."""
         with self._lock:
             if self.error is not None:
@@ -91,7 +91,7 @@ class FrameWriter:
             wait = self._full or self.flushed == self._claimed.next_seq
         if start:
             run_sync_soon(self._token, self._start)
-        return Pace.WAIT if wait else Pace.STEP if start else Pace.GO
+        return Backpressure.WAIT if wait else Backpressure.CHECKPOINT if start else Backpressure.NONE
 
     @property
     def _full(self) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from ..body.execute import Done, Emit, Site, invoke
+from ..body.execute import BodyOutcome, BodySettings, ValueSink, execute
 
 if TYPE_CHECKING:
     from ..planes.contract.operations import Claimed
@@ -31,14 +31,20 @@ class InlineExecutor:
 
     paused_until = 0.0
 
-    def __init__(self, trusted: Site, untrusted: Site, concurrency: int) -> None:
+    def __init__(self, trusted: BodySettings, untrusted: BodySettings, concurrency: int) -> None:
         self._trusted = trusted
         self._untrusted = untrusted
         self._threads = anyio.CapacityLimiter(concurrency)
 
-    async def run(self, claimed: Claimed, channel: Emit) -> Done:
+    async def run(self, claimed: Claimed, channel: ValueSink) -> BodyOutcome:
         """Run the body. When cancelled, an async body has ended before this raises; a thread runs on without its claim."""
-        site = self._trusted if claimed.trusted else self._untrusted
-        return await invoke(
-            claimed.body, site, channel, id=claimed.id, attempt=claimed.attempt, threads=self._threads, payload=_HINT
+        settings = self._trusted if claimed.trusted else self._untrusted
+        return await execute(
+            claimed.body,
+            settings,
+            channel,
+            id=claimed.id,
+            attempt=claimed.attempt,
+            threads=self._threads,
+            payload=_HINT,
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
-from ..body.execute import Done, Site, failed, leaves, refused
+from ..body.execute import BodyOutcome, BodySettings, failed, failed_permanently, leaf_exceptions
 from ..concurrency.backoff import Backoff
 from ..concurrency.run_sync import worker_runs_here
 from ..errors import DispatchError, PlaneUnavailable
@@ -105,7 +105,7 @@ async def run_worker(
     settings = WorkerSettings(concurrency, retries, timeout, lease, max_lost, grace)
     check_policy(runtime_policy)
     plane, _ = _plane_and_names(queues)
-    untrusted = Site(_root_folder(root), bool(allow_pickled), runtime_policy, registry, tuple(allow_modules))
+    untrusted = BodySettings(_root_folder(root), bool(allow_pickled), runtime_policy, registry, tuple(allow_modules))
     trusted = untrusted
     if allow_pickled is None:
         trusted = replace(untrusted, allow_pickled=plane.local)
@@ -183,7 +183,7 @@ class Worker:
                             self._stop_body(claim, "shutdown")
                         self._group.cancel_scope.cancel()
         except BaseExceptionGroup as group:
-            failure = next(leaves(group))
+            failure = next(leaf_exceptions(group))
         finally:
             if self._slots.waiting:
                 await self._shutdown.release([claim.claimed for claim in self._slots.waiting])
@@ -293,7 +293,7 @@ class Worker:
 
     async def _run_claim(self, claim: ActiveClaim) -> bool:
         """Run the body of a claim and deliver the outcome. Return whether this task can run another one."""
-        outcome: Done | None = None  # of a body that was stopped
+        outcome: BodyOutcome | None = None  # of a body that was stopped
         try:
             if claim.release_first:
                 await self._shutdown.release(claim.release_first)
@@ -307,7 +307,7 @@ class Worker:
                     claim.task_spoiled = True
                     outcome = failed(exc)
             except Exception as exc:  # an error of the executor: what a body raises is its outcome
-                outcome = refused(exc)
+                outcome = failed_permanently(exc)
         finally:
             self._jobs += 1
             try:
@@ -324,7 +324,7 @@ class Worker:
         """Return whether a body of a lost claim of the same invocation still runs here."""
         return any(id == claimed.id and attempt < claimed.attempt for id, attempt in self._claims)
 
-    async def _deliver(self, claim: ActiveClaim, outcome: Done | None) -> None:
+    async def _deliver(self, claim: ActiveClaim, outcome: BodyOutcome | None) -> None:
         if claim.delivered_early is not None:
             with anyio.CancelScope(shield=True):
                 await claim.delivered_early.wait()
@@ -342,7 +342,7 @@ class Worker:
                 return
         await self._deliver_shielded(claim, outcome)
 
-    async def _deliver_shielded(self, claim: ActiveClaim, outcome: Done | None) -> None:
+    async def _deliver_shielded(self, claim: ActiveClaim, outcome: BodyOutcome | None) -> None:
         """Deliver although the worker is cancelled, but in limited time then."""
         with self._shutdown.finishing(f"deliver the outcome of {claim.claimed.id}"):
             try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from ..body.execute import Done, Pace, describe, refused
+from ..body.execute import Backpressure, BodyOutcome, describe_exception, failed_permanently
 from ..concurrency.backoff import Backoff
 from ..errors import (
     ClaimLost,
@@ -51,7 +51,9 @@ MAX_DELIVERY_DELAY = 10.0
 MAX_DELIVERY_FAILURES = 10
 """How often a plane elsewhere may fail with an outcome, over a minute or so, before another outcome replaces it."""
 
-_NOT_ENCODABLE = Done("failed", None, Failure("DispatchError", "the outcome of the body cannot be encoded"), True)
+_NOT_ENCODABLE = BodyOutcome(
+    "failed", None, Failure("DispatchError", "the outcome of the body cannot be encoded"), True
+)
 """Replaces an outcome that cannot be encoded."""
 
 
@@ -92,11 +94,11 @@ class ActiveClaim:
     def begin(self) -> None:
         self._writer = FrameWriter(self._plane, self.fence, self.claimed, self._group)
 
-    def add(self, value: Any) -> Pace:
+    def add(self, value: Any) -> Backpressure:
         assert self._writer is not None
         return self._writer.add(value)
 
-    def add_packed(self, data: bytes) -> Pace:
+    def add_packed(self, data: bytes) -> Backpressure:
         assert self._writer is not None
         return self._writer.add_packed(data)
 
@@ -135,7 +137,7 @@ class ActiveClaim:
         self.scope.cancel()
         return None
 
-    async def deliver(self, outcome: Done | None, settings: WorkerSettings) -> str | None:
+    async def deliver(self, outcome: BodyOutcome | None, settings: WorkerSettings) -> str | None:
         """Deliver the outcome to the plane, for as long as that takes, and log it.
 
         Args:
@@ -159,7 +161,9 @@ class ActiveClaim:
                     replacement = _replacement(outcome, exc)
                     if replacement is None:
                         logger.error(
-                            "the outcome of %s cannot be delivered: %s", self.claimed.id, describe(exc).message
+                            "the outcome of %s cannot be delivered: %s",
+                            self.claimed.id,
+                            describe_exception(exc).message,
                         )
                         return None
                     outcome = replacement
@@ -171,7 +175,7 @@ class ActiveClaim:
                 return state
             await retry.pause()
 
-    async def _deliver_once(self, outcome: Done | None, settings: WorkerSettings) -> str:
+    async def _deliver_once(self, outcome: BodyOutcome | None, settings: WorkerSettings) -> str:
         if self._writer is not None:
             await self._writer.drain()
             error = self._writer.error
@@ -180,12 +184,12 @@ class ActiveClaim:
             elif isinstance(error, (ClaimLost, InvocationNotFound)):
                 raise error
             elif error is not None:
-                outcome = refused(error)
+                outcome = failed_permanently(error)
         op = self._operation(outcome, settings)
         answer = await self._plane.do(op)
         return op.state if isinstance(op, Finish) else str(answer.state)
 
-    def _operation(self, outcome: Done | None, settings: WorkerSettings) -> Finish | Requeue:
+    def _operation(self, outcome: BodyOutcome | None, settings: WorkerSettings) -> Finish | Requeue:
         """Return the operation that ends this attempt: the end of the invocation, its retry, or its release."""
         if self.stop_reason == "timeout":
             return self._finish("timeout", None, timeout_failure(settings.timeout))
@@ -243,7 +247,7 @@ class _DeliveryRetry:
         await self._backoff.pause()
 
 
-def _replacement(outcome: Done | None, exc: Exception) -> Done | None:
+def _replacement(outcome: BodyOutcome | None, exc: Exception) -> BodyOutcome | None:
     """Return what to deliver in place of an outcome that the plane does not take; None if nothing is left."""
     if outcome is _NOT_ENCODABLE:
         return None
@@ -251,7 +255,7 @@ def _replacement(outcome: Done | None, exc: Exception) -> Done | None:
         return _NOT_ENCODABLE
     if outcome is None or outcome.result is None:
         return None
-    return refused(
+    return failed_permanently(
         DispatchError(
             f"the plane does not take a result of {len(outcome.result)} bytes: {exc}; "
             "return less, or write it to a file and return its key"

@@ -8,7 +8,7 @@ from ..concurrency.backoff import Backoff
 from .executor import LOST
 
 if TYPE_CHECKING:
-    from ..body.execute import Done
+    from ..body.execute import BodyOutcome
     from ..planes.contract.operations import Claimed
     from .settings import WorkerSettings
 
@@ -18,7 +18,7 @@ _BACKOFF = Backoff(0.5, 60.0, jitter=0.25)
 """Seconds before the first retry, and the most; each further failure doubles the delay."""
 
 
-def retry_delay(claimed: Claimed, outcome: Done, settings: WorkerSettings) -> float | None:
+def retry_delay(claimed: Claimed, outcome: BodyOutcome, settings: WorkerSettings) -> float | None:
     """Return the seconds until the next attempt; None if `outcome`, which has an error, is the last one.
 
     A body that raised is repeated `settings.retries` times. A body that was lost with its machine or container is also

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ..body.execute import describe
+from ..body.execute import describe_exception
 from ..planes.contract.operations import Fence, Requeue
 from ..planes.contract.records import Failure
 
@@ -97,7 +97,8 @@ class Shutdown:
             for answer in answers:
                 if isinstance(answer, Exception):
                     logger.warning(
-                        "a claim that was not started could not be returned to its queue: %s", describe(answer).message
+                        "a claim that was not started could not be returned to its queue: %s",
+                        describe_exception(answer).message,
                     )
 
     async def cancelled_from_outside(self) -> bool:

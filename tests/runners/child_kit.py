@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from dreamlake.lakeshore.body.execute import leaves
+from dreamlake.lakeshore.body.execute import leaf_exceptions
 from dreamlake.lakeshore.runners.process.runner import ProcessRunner, child_environ
 from dreamlake.lakeshore.worker.child import ChildExecutor, ChildRules
 from dreamlake.lakeshore.worker.loop import run_executor
@@ -75,7 +75,7 @@ async def children(
                 group.cancel_scope.cancel()
             stop.set()
     except BaseExceptionGroup as raised:
-        failure = failure or [next(leaves(raised))]
+        failure = failure or [next(leaf_exceptions(raised))]
     finally:
         await runner.aclose()
     if failure:

@@ -11,7 +11,7 @@ import pytest
 from child_kit import holders, process_runner
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.body.execute import Pace
+from dreamlake.lakeshore.body.execute import Backpressure
 from dreamlake.lakeshore.daemon.workdir import Folder
 from dreamlake.lakeshore.planes.contract.operations import Claimed
 from dreamlake.lakeshore.testing.leaving import WAYS, Caller, Way
@@ -38,12 +38,12 @@ class Quiet:
 
     def begin(self) -> None: ...
 
-    def add(self, value: Any) -> Pace:
+    def add(self, value: Any) -> Backpressure:
         raise AssertionError("children give packed values")
 
-    def add_packed(self, data: bytes) -> Pace:
+    def add_packed(self, data: bytes) -> Backpressure:
         self.values.append(unpack(data))
-        return Pace.WAIT
+        return Backpressure.WAIT
 
     async def room(self) -> None:
         await anyio.sleep(0.001)

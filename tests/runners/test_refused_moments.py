@@ -13,7 +13,7 @@ from child_kit import children, folders
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.body.execute import leaves
+from dreamlake.lakeshore.body.execute import leaf_exceptions
 from dreamlake.lakeshore.concurrency.portal import across
 from dreamlake.lakeshore.planes.contract.operations import Beat
 from dreamlake.lakeshore.planes.lease_keeper import LeaseKeeper
@@ -77,7 +77,7 @@ async def working(how: How, queue: dls.Queue, folder: Path, *, lease: float = 30
             yield
             stop.set()
     except BaseExceptionGroup as raised:
-        failure.append(next(leaves(raised)))
+        failure.append(next(leaf_exceptions(raised)))
     if failure:
         raise failure[0]
 

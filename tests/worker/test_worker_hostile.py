@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 from helpers import needs
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.body.execute import Done, describe, leaves
+from dreamlake.lakeshore.body.execute import BodyOutcome, describe_exception, leaf_exceptions
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.planes.contract.records import Failure
@@ -23,8 +23,8 @@ from dreamlake.lakeshore.worker.settings import WorkerSettings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
+    from dreamlake.lakeshore.body.execute import ValueSink
     from dreamlake.lakeshore.planes.contract.operations import Claimed
-    from dreamlake.lakeshore.worker.outcome import Emit
 
 pytestmark = pytest.mark.anyio
 
@@ -212,7 +212,7 @@ async def test_an_exception_that_resists_being_looked_at_fails_its_invocation_al
 
 def test_what_is_said_of_an_exception_is_plain_text() -> None:
     for make, name, _ in HOSTILE.values():
-        said = describe(make())
+        said = describe_exception(make())
         assert said.type == name
         assert {type(text) for text in said[:3]} == {str}
         pack(said.as_dict())
@@ -223,8 +223,8 @@ def test_groups_that_share_their_members_have_each_leaf_once_and_in_order() -> N
     made = ExceptionGroup("a", [one, two])
     for _ in range(60):  # more paths than anybody could walk
         made = ExceptionGroup("both", [made, made])
-    assert list(leaves(made)) == [one, two]
-    assert list(leaves(one)) == [one]
+    assert list(leaf_exceptions(made)) == [one, two]
+    assert list(leaf_exceptions(one)) == [one]
 
 
 # --- the worker's own ------------------------------------------------------------------------------------------------
@@ -235,13 +235,13 @@ class Faulty:
 
     paused_until = 0.0
 
-    def __init__(self, faults: list[BaseException | Done]) -> None:
+    def __init__(self, faults: list[BaseException | BodyOutcome]) -> None:
         self._faults = faults
 
-    async def run(self, claimed: Claimed, emit: Emit) -> Done:
+    async def run(self, claimed: Claimed, emit: ValueSink) -> BodyOutcome:
         await checkpoint()
         if not self._faults:
-            return Done("succeeded", pack("went on"))
+            return BodyOutcome("succeeded", pack("went on"))
         fault = self._faults.pop(0)
         if isinstance(fault, BaseException):
             raise fault
@@ -255,19 +255,19 @@ class Faulty:
         (Denies, "Denies", ""),
         (lambda: RecursionError("too deep"), "RecursionError", "too deep"),
         (
-            lambda: Done("failed", None, Failure("Half\ud800", "words"), True),
+            lambda: BodyOutcome("failed", None, Failure("Half\ud800", "words"), True),
             "DispatchError",
             "the outcome of the body cannot be encoded",
         ),
         (
-            lambda: Done("failed", None, Failure("Error", "half a pair \ud800"), True),
+            lambda: BodyOutcome("failed", None, Failure("Error", "half a pair \ud800"), True),
             "DispatchError",
             "the outcome of the body cannot be encoded",
         ),
     ],
 )
 async def test_a_fault_around_a_body_fails_its_invocation_alone(
-    queue: dls.Queue, fault: Callable[[], BaseException | Done], type: str, message: str
+    queue: dls.Queue, fault: Callable[[], BaseException | BodyOutcome], type: str, message: str
 ) -> None:
     terms = WorkerSettings(concurrency=1, retries=3, timeout=None, lease=30.0, max_lost=5, grace=5.0)
     worker = Worker(queue.dispatch, [queue.name], Faulty([fault()]), terms)

@@ -13,7 +13,7 @@ from helpers import wait_until
 from reading import read_into
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.body.execute import Done
+from dreamlake.lakeshore.body.execute import BodyOutcome
 from dreamlake.lakeshore.planes.contract.operations import Append, Fence, Reap
 from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.testing import running_worker
@@ -245,7 +245,7 @@ async def test_a_generator_that_ends_in_the_moment_it_is_stopped_has_not_succeed
         running.add(0)
         assert running.interrupt("shutdown") is None
         terms = WorkerSettings(concurrency=1, retries=0, timeout=None, lease=30, max_lost=5, grace=1)
-        assert await running.deliver(Done("succeeded", dls.wire.pack(None)), terms) == "queued"
+        assert await running.deliver(BodyOutcome("succeeded", dls.wire.pack(None)), terms) == "queued"
     assert (await queue.get(id)).state == "queued"
     assert await frames_of(queue, id) == []
 
