@@ -1,10 +1,10 @@
-"""What the tests share: waiting for a condition, measuring, fresh interpreters, and optional modules."""
+"""What the tests share: waiting for a condition, rows of a table, fresh interpreters, and optional modules."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-import logging
 import os
 import subprocess
 import sys
@@ -16,13 +16,13 @@ import anyio
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable, Iterator
 
-_PAUSE = 0.005  # seconds between two looks
+_PAUSE = 0.005  # seconds between two tries
 
 
 async def wait_until(predicate: Callable[[], Any], timeout: float = 30.0, description: str = "the condition") -> Any:
-    """Look at `predicate` (plain or async) until it is true and return its value; fail after `timeout` seconds."""
+    """Call `predicate` (plain or async) until it is true and return its value; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         value = predicate()
@@ -50,20 +50,6 @@ async def quiet(
     return int(before)
 
 
-async def in_one_of(times: int, trial: Callable[[], Awaitable[None]]) -> None:
-    """Repeat `trial` until it holds, at most `times` times; what the last one raised is raised.
-
-    For what is promised only to who is not stopped by the machine meanwhile: that a lease of a second is kept, or that
-    something takes less than one. What is broken fails each time.
-    """
-    for _ in range(times - 1):
-        try:
-            return await trial()
-        except Exception as exc:
-            logging.getLogger("tests").info("once more, since: %r", exc)
-    await trial()
-
-
 def wait_until_sync(predicate: Callable[[], Any], timeout: float = 30.0, description: str = "the condition") -> Any:
     """The same from plain code."""
     deadline = time.monotonic() + timeout
@@ -75,17 +61,43 @@ def wait_until_sync(predicate: Callable[[], Any], timeout: float = 30.0, descrip
         time.sleep(_PAUSE)
 
 
-async def at_best(bound: float, measure: Callable[[], Awaitable[float]], tries: int = 5) -> None:
-    """Whether `measure` can give at most `bound` seconds, for promises about what is possible.
+class EachRow:
+    """Check every row of a table in one test, and fail at the end with all that failed.
 
-    A machine that stands still for a moment makes one measurement longer, not all of them.
+    with each_row() as row:
+        for name, value in TABLE:
+            with row(name):
+                assert ...
     """
-    took: list[float] = []
-    while len(took) < tries:
-        took.append(await measure())
-        if took[-1] <= bound:
-            return
-    pytest.fail(f"expected at most {bound:g} s at least once, measured {took}")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.failures: list[tuple[str, BaseException]] = []
+
+    @contextlib.contextmanager
+    def __call__(self, name: object) -> Iterator[None]:
+        """One row, called `name` in the report. Ending the test (Ctrl-C, cancellation, a skip) still ends it."""
+        self.count += 1
+        try:
+            yield
+        except (Exception, pytest.fail.Exception) as exc:
+            self.failures.append((name if isinstance(name, str) else repr(name), exc))
+
+
+@contextlib.contextmanager
+def each_row() -> Iterator[EachRow]:
+    """Give what each row of a table is checked in. Raises when the block ends: one exception with those of all rows that
+    failed; AssertionError where there was no row."""
+    rows = EachRow()
+    yield rows
+    assert rows.count, "the table is empty"
+    if rows.failures:
+        for name, exc in rows.failures:
+            exc.add_note(f"in the row {name:.500}")
+        names = "\n".join(f"- {name:.200}: {exc!r:.300}" for name, exc in rows.failures)
+        raise BaseExceptionGroup(
+            f"{len(rows.failures)} of {rows.count} rows failed:\n{names}", [exc for _, exc in rows.failures]
+        )
 
 
 def needs(module: str) -> Any:

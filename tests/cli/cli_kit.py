@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.cli.main import run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 60.0
@@ -42,11 +43,25 @@ class Ran(NamedTuple):
 
 
 def cli(*args: object) -> Ran:
-    """Run a command line in this process."""
+    """Run a command line in this process, whose loggers are afterwards as they were."""
     out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
+    with _loggers_restored(), redirect_stdout(out), redirect_stderr(err):
         code = run([str(arg) for arg in args])
     return Ran(code, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def _loggers_restored() -> Iterator[None]:
+    """Undo what a command does to the loggers of its own process, which usually ends with it."""
+    loggers = [logging.getLogger(name) for name in ("dreamlake.lakeshore", "uvicorn.error")]
+    before = [(logger.level, [*logger.handlers], logger.propagate) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, (level, handlers, propagate) in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+            logger.handlers = handlers
+            logger.propagate = propagate
 
 
 def environment(**variables: str) -> dict[str, str]:

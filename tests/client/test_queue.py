@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 import pytest
-from helpers import at_best, run_python, wait_until
+from helpers import run_python, wait_until
 
 from dreamlake.lakeshore import (
     ClaimLost,
@@ -345,12 +345,8 @@ async def test_a_cancel_never_overtakes_its_submit(
     assert (row.state, row.attempt) == ("killed", 0)
 
 
+@pytest.mark.timing("a cancel must reach a job claimed by hand within seconds of real time")
 async def test_R84_a_cancel_that_waits_comes_back_at_the_end(q: Queue) -> None:
-    await at_best(5.0, lambda: _cancelled(q))
-
-
-async def _cancelled(q: Queue) -> float:
-    """How long a cancel took that waited."""
     id = await q.submit("payload")
     stopped = anyio.Event()
 
@@ -372,11 +368,10 @@ async def _cancelled(q: Queue) -> float:
             await wait_until(lambda: q.count("running"), description="the claim")
             started = anyio.current_time()
             assert await q.cancel(id, wait=True) is True
-            took = anyio.current_time() - started
+            assert anyio.current_time() - started <= 5.0
     assert stopped.is_set()
     assert (await q.get(id)).state == "killed"
     assert await q.cancel(id) is False
-    return took
 
 
 # --- looking --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import worker_bodies as bodies
-from helpers import at_best, wait_until
+from helpers import wait_until
 from processes import Workers, workers
 from reading import read_into
 
@@ -114,6 +114,7 @@ async def test_a_kill_loses_no_acknowledged_frame(
     assert (row.state, row.attempt, row.lost) == ("succeeded", 2, 1)
 
 
+@pytest.mark.timing("a dead worker of this machine must be noticed within seconds of real time")
 @pytest.mark.parametrize("another", ["waits", "comes"])
 async def test_R9_another_worker_takes_over_at_once(
     queue: dls.Queue, crew: Workers, tmp_path: Path, another: str
@@ -128,25 +129,22 @@ async def test_R9_another_worker_takes_over_at_once(
         assert await queue.result(other, timeout=60) == "ready"
         return (await queue.get(other)).started_at or 0.0
 
-    async def takes_over() -> float:
-        marks, go = (tmp_path / f"{name}{len(crowd)}" for name in ("marks", "go"))
-        id = await queue.submit(dls.thunk(bodies.wait_for_file, str(marks), str(go)))
-        await wait_until(marks.exists, 60, "the start of the body")
-        holder = crowd[-1]
-        if another == "waits":
-            await ready()
-        holder.kill()
-        go.touch()
-        since = time.time()
-        if another == "comes":  # how long an interpreter takes to start is not its merit
-            since = await ready()
-        assert await queue.result(id, timeout=60) == "done"
-        row = await queue.get(id)
-        assert row.attempt == 2
-        assert crowd[-1].poll() is None
-        return (row.started_at or 0.0) - since
-
-    await at_best(5.0, takes_over)
+    marks, go = tmp_path / "marks", tmp_path / "go"
+    id = await queue.submit(dls.thunk(bodies.wait_for_file, str(marks), str(go)))
+    await wait_until(marks.exists, 60, "the start of the body")
+    holder = crowd[-1]
+    if another == "waits":
+        await ready()
+    holder.kill()
+    go.touch()
+    since = time.time()
+    if another == "comes":  # the start of an interpreter does not count
+        since = await ready()
+    assert await queue.result(id, timeout=60) == "done"
+    row = await queue.get(id)
+    assert row.attempt == 2
+    assert crowd[-1].poll() is None
+    assert (row.started_at or 0.0) - since <= 5.0
 
 
 async def test_a_body_that_always_kills_its_worker_fails_in_the_end(
