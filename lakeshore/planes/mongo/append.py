@@ -13,36 +13,28 @@ import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bson import Int64
-from bson.datetime_ms import DatetimeMS
 
 from ...errors import ClaimLost, InvocationNotFound, PlaneUnavailable
 from ..contract.failures import claim_lost
 from ..contract.operations import Append, Appended
-from ..contract.records import TERMINAL, Page
-from .bodies import FRAME, is_ref
-from .changes import FENCE, speaking, update_each
+from .bodies import FRAME
 from .connection import DUPLICATE, Database, foreign
-from .documents import Document, birth_of, failure_in, final_frame, holds, key_of, seconds
+from .documents import Document, holds, key_of
+from .fences import FENCE_FIELDS, fence_filter, update_each
+from .journal import SETTLES
 from .submit import as_exception, insert_errors
-from .updates import names, revived
+from .updates import projection, revive_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pymongo.asynchronous.cursor import AsyncCursor
 
-    from ..contract.records import Failure
-    from .redis_news import Live
-
-__all__ = ["append", "failure_of", "journal", "page", "settles"]
+__all__ = ["append"]
 
 Frames: TypeAlias = list[tuple[int, bytes]]
 
-_PAGE = ("id", "state", "nextSeq", "closed", "final", "error", "submittedAt", "begins", "startedAt")
-_JOURNAL = (*FENCE, "nextSeq", "closed", "final", "error")
+_JOURNAL = (*FENCE_FIELDS, "nextSeq", "closed", "final", "error")
 _TRIES = 5
-SETTLES = 5.0
-"""Seconds after the begin of a claim for which frames of the one before it may still be on their way."""
 
 
 def _last(op: Append) -> int:
@@ -64,7 +56,7 @@ async def append(db: Database, ops: Sequence[Append]) -> list[Any]:
                 f"an append takes frames from seq 0 on, not {len(op.frames)} from seq {op.first_seq}"
             )
         elif op.fence.attempt is not None and op.fence.worker is not None:
-            ready = speaking(db, op.fence) | {"state": "running", "closed": None, "nextSeq": op.first_seq}
+            ready = fence_filter(db, op.fence) | {"state": "running", "closed": None, "nextSeq": op.first_seq}
             promise = {"nextSeq": Int64(_last(op) + 1), "appendId": token} | _closing(op, op.fence.attempt)
             plain[at] = ready, {"$set": promise}
     promised, asked = set(plain), time.monotonic()
@@ -102,7 +94,7 @@ async def _documents(db: Database, op: Append, places: Sequence[int], attempt: i
             "seq": Int64(op.first_seq + place),
             "attempt": attempt,
             "final": op.final and place == len(op.frames) - 1,
-            "bytes": await db.bodies.stow(op.frames[place], FRAME, key),
+            "bytes": await db.bodies.store(op.frames[place], FRAME, key),
         }
         for place in places
     ]
@@ -113,7 +105,7 @@ async def _append_slowly(db: Database, op: Append) -> Appended:
     key, count = key_of(db.ns, op.fence.id), len(op.frames)
     written = 0
     for _ in range(_TRIES):
-        row = await db.invocations.find_one({"_id": key}, names(_JOURNAL))
+        row = await db.invocations.find_one({"_id": key}, projection(_JOURNAL))
         if row is None:
             raise InvocationNotFound(op.fence.id)
         attempt: int = row["attempt"] if op.fence.attempt is None else op.fence.attempt
@@ -131,9 +123,13 @@ async def _append_slowly(db: Database, op: Append) -> Appended:
                 raise ClaimLost(op.fence.id, f"frame {seq} is there from attempt {there[seq]}")
         change: Document = dict(closing)
         if row["lapsed"]:
-            change |= revived(row["lease"], db.clock.now())
+            change |= revive_fields(row["lease"], db.clock.now())
         change["nextSeq"] = {"$max": ["$nextSeq", Int64(_last(op) + 1)]}
-        seen = speaking(db, op.fence) | {"attempt": row["attempt"], "lapsed": row["lapsed"], "closed": row["closed"]}
+        seen = fence_filter(db, op.fence) | {
+            "attempt": row["attempt"],
+            "lapsed": row["lapsed"],
+            "closed": row["closed"],
+        }
         if not await update_each(db, [(seen, [{"$set": change}])]):
             continue
         documents = await _documents(db, op, missing, row["attempt"])
@@ -162,105 +158,3 @@ async def _there(db: Database, row: Document, op: Append) -> dict[int, int]:
 
 
 # Pages --------------------------------------------------------------------------------------------------------------
-
-
-class _Gathered:
-    """Frames of one page, up to its bounds. complete: nothing was left out. gapless: the number from which on none may be
-    missing; None: any may."""
-
-    def __init__(self, since: int, limit: int, max_bytes: int, gapless: int | None) -> None:
-        self.frames: Frames = []
-        self.complete = True
-        self._next, self.limit, self._max_bytes, self._gapless = max(since, -1) + 1, limit, max_bytes, gapless
-        self._size = 0
-
-    def fits(self, seq: int, length: int) -> bool:
-        """Whether a frame of this number and length may be added; after one that may not there are no more."""
-        if seq != self._next and self._gapless is not None and seq > self._gapless:
-            self.complete = False
-        elif len(self.frames) == self.limit or (self.frames and self._size + length > self._max_bytes):
-            self.complete = False
-        self._next, self._size = seq + 1, self._size + length
-        return self.complete
-
-    def add(self, seq: int, data: bytes) -> None:
-        self.frames.append((seq, data))
-
-
-async def page(db: Database, live: Live | None, id: str, since: int, limit: int, max_bytes: int) -> Page:
-    """Frames after `since`. The row is read before its frames: what it says then holds for the frames found."""
-    key = key_of(db.ns, id)
-    row = await db.invocations.find_one({"_id": key}, names(_PAGE))
-    if row is None:
-        raise InvocationNotFound(id)
-    state, ended = row["state"], row["state"] in TERMINAL
-    closed = row["closed"] is not None
-    if closed and not ended and row["closed"]["seq"] >= 0:  # by an append, whose frames may still be on their way
-        closed = await db.frames.find_one({"invocation": key, "seq": row["closed"]["seq"]}, {"_id": 1}) is not None
-    whole = ended or closed
-    found = _Gathered(since, limit, max_bytes, None if whole else _written_from(db, row))
-    error = await failure_of(db, row) if ended else None
-    await _gather(db, live, row, found, since, error)
-    return Page(found.frames, whole and found.complete, state, error)
-
-
-def settles(row: Document) -> float:
-    """When readers go on behind what the claims before the last one have not written; 0 where there is no claim."""
-    began = seconds(row["startedAt"]) if isinstance(row.get("startedAt"), DatetimeMS) else None
-    return 0.0 if began is None else began + SETTLES
-
-
-def _written_from(db: Database, row: Document) -> int:
-    """The number from which on every frame that was promised is there, or will be: what claims before the last one have not
-    written by now, they never do."""
-    return int(row["begins"]) if 0.0 < settles(row) <= db.clock.now() else 0
-
-
-async def journal(db: Database, row: Document, since: int, limit: int, max_bytes: int) -> tuple[Frames, bool]:
-    """Frames after `since` of an invocation's document, gaps or not; whether more follow."""
-    found = _Gathered(since, limit, max_bytes, None)
-    await _gather(db, None, row, found, since, await failure_of(db, row))
-    return found.frames, not found.complete
-
-
-async def failure_of(db: Database, row: Document) -> Failure | None:
-    """The error in a document, wherever it stands."""
-    error = row.get("error")
-    return failure_in(await db.bodies.whole(error) if is_ref(error) else error)
-
-
-async def _gather(
-    db: Database, live: Live | None, row: Document, found: _Gathered, since: int, error: Failure | None
-) -> None:
-    final = row["final"]
-    upto = int(row["nextSeq"] if final is None else final["seq"]) - 1
-    if upto > since and not (live is not None and await _from_live(live, found, row, since, upto)):
-        await _from_database(db, found, row["_id"], since)
-    if final is not None and final["seq"] > since and found.complete:
-        data = await db.bodies.whole(final["bytes"])
-        last = final_frame(row, data, error)
-        if last is not None and found.fits(last[0], len(last[1])):
-            found.add(*last)
-
-
-async def _from_database(db: Database, found: _Gathered, key: str, since: int) -> None:
-    run = {"invocation": key, "seq": {"$gt": since}}
-    cursor: AsyncCursor[Document] = db.frames.find(run, {"seq": 1, "bytes": 1}).sort("seq", 1)
-    if found.limit < 1000:
-        cursor = cursor.limit(found.limit + 1)
-    async with cursor:
-        async for frame in cursor:
-            data = frame["bytes"]
-            if not found.fits(int(frame["seq"]), data["length"] if is_ref(data) else len(data)):
-                return
-            found.add(int(frame["seq"]), await db.bodies.whole(data) or b"")
-
-
-async def _from_live(live: Live, found: _Gathered, row: Document, since: int, upto: int) -> bool:
-    """Whether Redis has all of the frames of a page, without a gap; then they are in it."""
-    frames = await live.frames(row["id"], birth_of(row), since, min(upto, since + found.limit + 1))
-    for seq, data in frames or ():
-        if not found.fits(seq, len(data)):
-            break
-        found.add(seq, data)
-    return frames is not None

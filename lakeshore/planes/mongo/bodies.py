@@ -49,7 +49,7 @@ class Bodies:
     def __init__(self, database: AsyncDatabase[dict[str, Any]]) -> None:
         self._files, self._chunks = database["bodies.files"], database["bodies.chunks"]
 
-    async def stow(self, data: bytes | None, limit: int, invocation: str) -> Any:
+    async def store(self, data: bytes | None, limit: int, invocation: str) -> Any:
         """What a field is to hold for `data`: the bytes themselves, or a reference to where they are now."""
         if data is None or len(data) <= limit:
             return data

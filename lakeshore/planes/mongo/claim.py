@@ -21,7 +21,7 @@ from ..contract.records import Failure
 from .bodies import BytesLost
 from .connection import foreign
 from .documents import CLAIM_SORT, Document, check_names, date
-from .updates import held, lease, let_go, unreadable
+from .updates import claim_update, lease_fields, requeue_update, unreadable_update
 
 if TYPE_CHECKING:
     from .connection import Database
@@ -120,7 +120,7 @@ class Claims:
             try:
                 row = await db.invocations.find_one_and_update(
                     due,
-                    held(op.worker, poll, op.lease, op.max_lost, db.clock.now()),
+                    claim_update(op.worker, poll, op.lease, op.max_lost, db.clock.now()),
                     sort=CLAIM_SORT,
                     projection=_ROW,
                     return_document=ReturnDocument.AFTER,
@@ -165,7 +165,7 @@ class Claims:
         rows = await db.invocations.find(mine, _ROW).to_list()
         if any(row.get("lease") is not None for row in rows):
             ids = [row["_id"] for row in rows]
-            renew = {"$set": lease(op.lease, db.clock.now())}
+            renew = {"$set": lease_fields(op.lease, db.clock.now())}
             await db.invocations.update_many(mine | {"_id": {"$in": ids}, "lease": {"$ne": None}}, renew)
         rows.sort(key=_turn)
         return await self._readable(rows)
@@ -183,7 +183,7 @@ class Claims:
     async def _end(self, row: Document, why: str) -> bool:
         """End a row, if it is still the one that was read; whether it was."""
         said = f"its document, or what that refers to, cannot be read: {why}"
-        over = unreadable(Failure("WireError", said).as_dict(), self._db.clock.now())
+        over = unreadable_update(Failure("WireError", said).as_dict(), self._db.clock.now())
         same: Document = {
             name: {"$eq": row[name]} for name in ("_id", "state", "worker", "pollId", "attempt") if name in row
         }
@@ -193,7 +193,7 @@ class Claims:
         return ended
 
     async def _claimed(self, row: Document) -> Claimed:
-        self._db.births.remember(row)
+        self._db.incarnations.remember(row)
         body = await self._db.bodies.whole(row["envelope"])
         config = await self._db.bodies.whole(row["runConfig"]["config"])
         return Claimed(
@@ -226,7 +226,7 @@ class Claims:
         db, unsure = self._db, dict(self._unsure)
         workers = list({worker for worker, _, _ in unsure.values()})
         taken = {"ns": db.ns, "state": "running", "worker": {"$in": workers}, "pollId": {"$in": list(unsure)}}
-        given = await db.invocations.update_many(taken, let_go(False, None, None))
+        given = await db.invocations.update_many(taken, requeue_update(False, None, None))
         now = time.monotonic()
         for poll, (_, _, until) in unsure.items():
             if until <= now:

@@ -20,7 +20,7 @@ from ...errors import DispatchError, LakeshoreError, NotAuthorized, PlaneUnavail
 from .bodies import Bodies
 from .clock import DatabaseClock
 from .documents import INDEXES, VERSION, Document, Index, key_of
-from .incarnation import Births
+from .incarnation import Incarnations
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -216,7 +216,7 @@ class Database:
         self.frames: AsyncCollection[Document] = self.database["frames"]
         self.bodies = Bodies(self.database)
         self.clock = DatabaseClock(self._time)
-        self.births = Births(self._born)
+        self.incarnations = Incarnations(self._born)
         self.uid = ""
         self.stamps = True
         """Whether the server fills in the timestamps of submits."""

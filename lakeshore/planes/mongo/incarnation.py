@@ -11,13 +11,13 @@ from .documents import Document, birth_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-__all__ = ["Births"]
+__all__ = ["Incarnations"]
 
 MOST = 50_000
 """Ids that are kept in mind; beyond that the oldest are forgotten, and read again when they are asked for."""
 
 
-class Births:
+class Incarnations:
     """The latest invocation that one engine has seen under each id. `read` gives the documents of ids it has not."""
 
     def __init__(self, read: Callable[[Sequence[str]], Awaitable[list[Document]]]) -> None:
@@ -48,9 +48,9 @@ class Births:
 
     async def of(self, ids: Sequence[str]) -> dict[str, str]:
         """Which invocation each of `ids` is, of those that are there. Raises what `read` does."""
-        births = {id: birth for id in ids if (birth := self.known(id)) is not None}
-        if unknown := [id for id in ids if id not in births]:
+        incarnations = {id: birth for id in ids if (birth := self.known(id)) is not None}
+        if unknown := [id for id in ids if id not in incarnations]:
             for row in await self._read(unknown):
                 self.remember(row)
-            births |= {id: birth for id in unknown if (birth := self.known(id)) is not None}
-        return births
+            incarnations |= {id: birth for id in unknown if (birth := self.known(id)) is not None}
+        return incarnations

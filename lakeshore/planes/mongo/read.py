@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from ...errors import WireError
 from ..contract.records import TERMINAL, Failure, Outcome, Row, RowFilter
-from .append import failure_of
 from .bodies import BytesLost, is_ref
 from .documents import Document, date, key_of, seconds, shown
-from .updates import names
+from .journal import failure_of
+from .updates import projection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ async def outcomes(db: Database, ids: Sequence[str]) -> list[Outcome]:
     """How each of `ids` stands, in order."""
     wanted = {"_id": {"$in": [key_of(db.ns, id) for id in dict.fromkeys(ids)]}}
     found: dict[str, Outcome] = {}
-    async for row in db.invocations.find(wanted, names(("id", "state", "result", "error", "submittedAt"))):
+    async for row in db.invocations.find(wanted, projection(("id", "state", "result", "error", "submittedAt"))):
         id, state = row["_id"].rpartition("/")[2], row.get("state")
         if isinstance(state, str) and state in TERMINAL:
             try:
@@ -39,7 +39,7 @@ async def outcomes(db: Database, ids: Sequence[str]) -> list[Outcome]:
             except (BytesLost, WireError) as exc:  # of this one, not of all who ask along with it
                 found[id] = Outcome(id, "failed", None, Failure("WireError", f"it ended {state}, and {exc}"))
         else:
-            db.births.remember(row | {"id": id})  # who hears of an end wants to know whether it is this one's
+            db.incarnations.remember(row | {"id": id})  # who hears of an end wants to know whether it is this one's
             found[id] = Outcome(id, "pending")
     return [found.get(id) or Outcome(id, "unknown") for id in ids]
 
@@ -47,7 +47,7 @@ async def outcomes(db: Database, ids: Sequence[str]) -> list[Outcome]:
 async def cancels(db: Database, worker: str) -> list[tuple[str, int]]:
     """The claims of `worker` whose cancellation is asked for."""
     asked = {"ns": db.ns, "state": "running", "worker": worker, "cancelRequested": True}
-    return [(row["id"], row["attempt"]) async for row in db.invocations.find(asked, names(("id", "attempt")))]
+    return [(row["id"], row["attempt"]) async for row in db.invocations.find(asked, projection(("id", "attempt")))]
 
 
 async def rows(db: Database, filter: RowFilter) -> list[Row]:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ..contract.news import News
-    from .incarnation import Births
+    from .incarnation import Incarnations
 
-__all__ = ["Live"]
+__all__ = ["RedisNews"]
 
 logger = logging.getLogger("dreamlake.lakeshore.mongo")
 
@@ -50,11 +50,11 @@ HEARD = 1000
 _FAILURES = (RedisError, OSError, EOFError, TimeoutError, ValueError, TypeError, RuntimeError)
 
 
-class Live:
+class RedisNews:
     """One engine's connection to Redis. Made, used and closed on one event loop of asyncio."""
 
-    def __init__(self, url: str, uid: str, ns: str, births: Births) -> None:
-        self._births = births
+    def __init__(self, url: str, uid: str, ns: str, incarnations: Incarnations) -> None:
+        self._incarnations = incarnations
         self._prefix, self._name = f"lakeshore:{uid}:{ns}", shown_url(url)
         client: Any = redis.Redis
         self._client: Any = client.from_url(
@@ -75,9 +75,9 @@ class Live:
 
     # What goes out
 
-    def tell(self, news: Iterable[News], births: Mapping[str, str] | None = None) -> None:
-        """Publish news, soon; outcomes only of invocations whose births are given, as they were known before they ended."""
-        known = births or {}
+    def tell(self, news: Iterable[News], incarnations: Mapping[str, str] | None = None) -> None:
+        """Publish news soon; outcomes only of invocations whose incarnations, as known before they ended, are given."""
+        known = incarnations or {}
         self._send([("news", Told(one, None if one.name is None else known.get(one.name))) for one in news])
 
     def add(self, id: str, first_seq: int, frames: Sequence[bytes]) -> None:
@@ -114,10 +114,10 @@ class Live:
 
     async def _push(self, changes: list[tuple[str, Any]]) -> None:
         async with self._client.pipeline(transaction=True) as pipe:
-            births = await self._births_of({data[0] for what, data in changes if what == "frame"})
+            incarnations = await self._births_of({data[0] for what, data in changes if what == "frame"})
             streams: dict[str, None] = {}
             for what, data in changes:
-                if what != "news" and (birth := births.get(data[0])) is not None:
+                if what != "news" and (birth := incarnations.get(data[0])) is not None:
                     stream, seq, frame = self._stream(data[0], birth), data[1], data[2]
                     # An entry's own number is the frame's, from 1 on: a page is a range of them, and a gap is seen.
                     pipe.xadd(stream, {"frame": frame}, id=f"{seq + 1}-0", maxlen=MOST, approximate=True)
@@ -133,7 +133,7 @@ class Live:
     async def _births_of(self, ids: set[str]) -> dict[str, str]:
         try:
             with anyio.move_on_after(PATIENCE):  # or Redis would be blamed for a database that does not answer
-                return await self._births.of(list(ids)) if ids else {}
+                return await self._incarnations.of(list(ids)) if ids else {}
         except LakeshoreError:
             pass
         return {}  # these frames will be missing
@@ -197,7 +197,7 @@ class Live:
     def _believed(self, told: Told) -> News:
         """News with its outcome, if that is of the very invocation that was last seen here under this id."""
         news, birth = told
-        if news.outcome is not None and birth != self._births.known(news.outcome.id):
+        if news.outcome is not None and birth != self._incarnations.known(news.outcome.id):
             return news._replace(outcome=None)
         return news
 

@@ -12,17 +12,17 @@ from ...ids import check_id, check_queue
 from ...limits import MAX_FRAMES_PER_PAGE
 from ..contract.operations import Restore, Submit, check_restore
 from ..contract.records import TERMINAL
-from . import append as frames
 from .bodies import ENVELOPE, FRAME, RESULT, BytesLost, is_ref
-from .changes import stow_error, update_each
 from .connection import DUPLICATE, Database, foreign
 from .documents import SMALL, Document, check_names, date, invocation, key_of, seconds
+from .fences import store_error, update_each
+from .journal import failure_of, journal
 from .submit import as_exception, holding, insert_errors
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-__all__ = ["copies", "journal", "restore"]
+__all__ = ["copies", "journal_of", "restore"]
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -35,11 +35,11 @@ async def _row(db: Database, id: str) -> Document:
     return row
 
 
-async def journal(db: Database, id: str, since: int, limit: int, max_bytes: int) -> list[tuple[int, bytes]]:
+async def journal_of(db: Database, id: str, since: int, limit: int, max_bytes: int) -> list[tuple[int, bytes]]:
     """Frames after `since`, gaps or not."""
     row = await _row(db, id)
     with _told_of(db, row):
-        return (await frames.journal(db, row, since, limit, max_bytes))[0]
+        return (await journal(db, row, since, limit, max_bytes))[0]
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def _length(value: Any) -> int:
 
 
 async def _copy(db: Database, row: Document, max_bytes: int) -> Restore:
-    some, more = await frames.journal(db, row, -1, MAX_FRAMES_PER_PAGE if max_bytes > 0 else 0, max_bytes)
+    some, more = await journal(db, row, -1, MAX_FRAMES_PER_PAGE if max_bytes > 0 else 0, max_bytes)
     state = row["state"]
     return Restore(
         id=check_id(row["id"]),
@@ -101,7 +101,7 @@ async def _copy(db: Database, row: Document, max_bytes: int) -> Restore:
         started_at=seconds(row["startedAt"]),
         finished_at=seconds(row["finishedAt"]),
         result=await db.bodies.whole(row["result"]),
-        error=await frames.failure_of(db, row),
+        error=await failure_of(db, row),
         frames=tuple(some),
         closed=row["closed"] is not None or state in TERMINAL,
         more=more,
@@ -167,8 +167,8 @@ async def _entered(db: Database, op: Restore) -> Document:
     """A new row whose journal is still to come."""
     key = key_of(db.ns, op.id)
     submit = Submit(op.id, op.queue, b"", op.key, op.priority, op.parent)
-    envelope = await db.bodies.stow(op.body, ENVELOPE, key)
-    config = await db.bodies.stow(op.config, SMALL, key)
+    envelope = await db.bodies.store(op.body, ENVELOPE, key)
+    config = await db.bodies.store(op.config, SMALL, key)
     document = invocation(db.ns, submit, op.root, envelope, config, db.submitted_at(), op.submitted_at)
     return document | {
         "state": "running",
@@ -182,12 +182,12 @@ async def _entered(db: Database, op: Restore) -> Document:
 async def _stands(db: Database, op: Restore) -> Document:
     """What a row becomes when its journal is there."""
     now, ended = db.clock.now(), op.state in TERMINAL
-    fields: Document = {"state": op.state, "error": await stow_error(db, op.error, op.id)}
+    fields: Document = {"state": op.state, "error": await store_error(db, op.error, op.id)}
     if ended or op.closed:
         last = op.frames[-1][0] if op.frames else -1
         fields["closed"] = {"seq": Int64(last), "attempt": 0}
     if ended:
-        result = await db.bodies.stow(op.result or None, RESULT, key_of(db.ns, op.id))
+        result = await db.bodies.store(op.result or None, RESULT, key_of(db.ns, op.id))
         finished = now if op.finished_at is None else op.finished_at
         return fields | {"worker": op.worker, "result": result, "finishedAt": date(finished)}
     waits = op.not_before is not None and op.not_before > now
@@ -215,7 +215,7 @@ async def _write_frames(db: Database, ops: Sequence[Restore]) -> None:
                 "seq": Int64(seq),
                 "attempt": 0,
                 "final": seq == last,
-                "bytes": await db.bodies.stow(data, FRAME, key),
+                "bytes": await db.bodies.store(data, FRAME, key),
             }
             for seq, data in op.frames
         ]

@@ -1,11 +1,11 @@
-"""The fleet plane: `MongoDispatch`, a `Plane` over MongoDB that any number of machines share, and the store below it."""
+"""The fleet plane: `MongoDispatch`, a plane over MongoDB that any number of machines share, and its store."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import anyio
 
@@ -28,12 +28,18 @@ from ..contract.operations import (
     weight_of,
 )
 from ..plane import Plane
-from . import append as frames
-from . import changes, sweeps, watch
-from . import read as reads
-from . import restore as moves
+from . import read, watch
+from .append import append
+from .beat import beat
+from .cancel import cancel
 from .claim import Claims
 from .connection import Database, call_driver, check_mongo_url, check_redis_url, guarded, shown_url
+from .finish import finish
+from .journal import page
+from .purge import purge
+from .reap import reap, since_limit
+from .requeue import requeue
+from .restore import copies, journal_of, restore
 from .submit import submit
 
 if TYPE_CHECKING:
@@ -41,17 +47,19 @@ if TYPE_CHECKING:
 
     from ..contract.records import Outcome, Page, Row, RowFilter
     from ..contract.store import Interest
-    from .redis_news import Live
+    from .redis_news import RedisNews
 
 __all__ = ["MongoDispatch", "MongoStore"]
 
 T = TypeVar("T")
+BulkOperation: TypeAlias = "Callable[[Database, list[Any]], Awaitable[list[Any]]]"
 
-SIDE_BY_SIDE = 16
-"""Operations of one batch that are under way at once, of the kinds that are one update each."""
-GOODBYE = 2.0
-DRIFT = 60.0
-"""Seconds after which the clock of the database is read by an engine in which nobody waits."""
+MAX_CONCURRENT_UPDATES = 16
+"""Single-row updates of one batch that run at the same time."""
+CLOSE_TIMEOUT = 2.0
+"""Seconds that closing may take to give back claims whose answers were lost."""
+CLOCK_READ_INTERVAL = 60.0
+"""Seconds after which an engine without waiting callers reads the database's clock again."""
 
 _LANES: dict[type[Any], str] = {
     Submit: "submit",
@@ -66,8 +74,12 @@ _LANES: dict[type[Any], str] = {
 }
 
 
+_BULK: dict[type[Any], BulkOperation] = {Finish: finish, Append: append, Restore: restore}
+"""Operations on existing rows of which many are one round trip."""
+
+
 class MongoStore:
-    """One engine's access to the database, and to Redis where there is one. The drivers live on asyncio only."""
+    """One engine's access to the database and, if there is one, to Redis. Both drivers need asyncio."""
 
     home: Literal["asyncio", "portal"] = "asyncio"
     net = 0.5
@@ -75,81 +87,81 @@ class MongoStore:
     def __init__(self, plane: MongoDispatch) -> None:
         self._plane = plane
         self._db: Database
-        self._live: Live | None = None
+        self._redis: RedisNews | None = None
         self._since: float | None = None
-        self._read = 0.0
+        self._clock_read_at = 0.0
 
     async def open(self) -> None:
-        """Connect, make indexes that are missing, and read the database's clock."""
+        """Connect, create missing indexes, and read the database's clock."""
         plane = self._plane
         self._db = Database(plane.mongo_url, plane.ns, repr(plane))
         self._claims = Claims(self._db)
         await self._db.open()
-        self._read = time.monotonic()
+        self._clock_read_at = time.monotonic()
         if plane.redis_url is not None:
-            from .redis_news import Live
+            from .redis_news import RedisNews
 
-            self._live = Live(plane.redis_url, self._db.uid, plane.ns, self._db.births)
+            self._redis = RedisNews(plane.redis_url, self._db.uid, plane.ns, self._db.incarnations)
         self._since = self._db.clock.now() if plane.serving else None
 
     async def close(self) -> None:
-        """Give back what claims took whose answers were lost, and disconnect; also what an opening that failed has left."""
-        live, self._live = self._live, None
+        """Give back claims whose answers were lost, and disconnect; also after an opening that failed."""
+        redis, self._redis = self._redis, None
         db: Database | None = getattr(self, "_db", None)
-        with anyio.move_on_after(GOODBYE), suppress(LakeshoreError):
+        with anyio.move_on_after(CLOSE_TIMEOUT), suppress(LakeshoreError):
             if db is not None:
                 await call_driver(db.name, self._claims.settle)
-        if live is not None:
-            await live.close()
+        if redis is not None:
+            await redis.close()
         if db is not None:
             await db.close()
 
     # Operations
 
     def lane(self, op: Operation) -> str | None:
-        """A lane for each kind, so that what can be one round trip is; a claim is one each, beside all others."""
+        """One lane for each kind of operation, so that many are one round trip; each claim runs alone."""
         if type(op) is Claim:
             return None
-        large = weight_of(op) > LARGE_BYTES
-        return _LANES[type(op)] + "-large" if large else _LANES[type(op)]
+        lane = _LANES[type(op)]
+        if weight_of(op) > LARGE_BYTES:
+            return f"{lane}-large"
+        return lane
 
     async def apply(self, ops: Sequence[Operation]) -> Sequence[Any]:
-        """Each kind as it is sent best; then the news, which nobody waits for."""
+        """Apply operations, each kind in as few round trips as it allows; then publish the news without waiting."""
         answers: list[Any] = []
-        births = {} if self._live is None else self._births(ops)
+        incarnations: Mapping[str, str] = {}
+        if self._redis is not None:
+            incarnations = self._known_incarnations(ops)
         with guarded(self._db.name):
-            if time.monotonic() - self._read > DRIFT:
-                self._read = time.monotonic()
+            if time.monotonic() - self._clock_read_at > CLOCK_READ_INTERVAL:
+                self._clock_read_at = time.monotonic()
                 await self._db.clock.read()
             for kind, run in groupby(ops, type):
                 some: list[Any] = list(run)
                 if kind in (Submit, Restore):
-                    self._db.births.forget(op.id for op in some)
+                    self._db.incarnations.forget(op.id for op in some)
                 if kind is Submit:
-                    answers += await self._bulk(some, lambda ops: submit(self._db, ops))
-                elif kind is Finish:
-                    answers += await self._in_rounds(some, lambda ops: changes.finish(self._db, ops))
-                elif kind is Append:
-                    answers += await self._in_rounds(some, lambda ops: frames.append(self._db, ops))
-                elif kind is Restore:
-                    answers += await self._in_rounds(some, lambda ops: moves.restore(self._db, ops))
+                    answers += await self._bulk(some, submit)
+                elif kind in _BULK:
+                    answers += await self._in_rounds(some, _BULK[kind])
                 else:
                     answers += await self._each(some)
-        self._tell(ops, answers, births)
+        self._publish(ops, answers, incarnations)
         return answers
 
-    async def _bulk(self, ops: list[Any], send: Callable[[list[Any]], Awaitable[list[Any]]]) -> list[Any]:
-        """Operations in one go; alone each where one of them is what no document can hold."""
+    async def _bulk(self, ops: list[Any], send: BulkOperation) -> list[Any]:
+        """Apply operations together; one by one if a document cannot hold one of them."""
         try:
             with guarded(self._db.name):
-                return await send(ops)
+                return await send(self._db, ops)
         except ValueError as exc:
             if len(ops) == 1:
                 return [exc]
         return [answer for op in ops for answer in await self._bulk([op], send)]
 
-    async def _in_rounds(self, ops: list[Any], send: Callable[[list[Any]], Awaitable[list[Any]]]) -> list[Any]:
-        """The same for operations on rows: those of one row one after the other."""
+    async def _in_rounds(self, ops: list[Any], send: BulkOperation) -> list[Any]:
+        """Apply operations on rows together; several operations on one row one after the other."""
         answers: list[Any] = [None] * len(ops)
         for places in _rounds(ops):
             for place, answer in zip(places, await self._bulk([ops[place] for place in places], send), strict=True):
@@ -157,9 +169,9 @@ class MongoStore:
         return answers
 
     async def _each(self, ops: list[Any]) -> list[Any]:
-        """Operations that are one update each: side by side, but those of one row one after the other."""
+        """Apply operations that are one update each: concurrently, but those of one row one after the other."""
         answers: list[Any] = [None] * len(ops)
-        limiter = anyio.Semaphore(SIDE_BY_SIDE)
+        limiter = anyio.Semaphore(MAX_CONCURRENT_UPDATES)
 
         async def answer(place: int) -> None:
             async with limiter:
@@ -186,27 +198,32 @@ class MongoStore:
             case Claim():
                 return await self._claims.claim(op)
             case Beat():
-                return await changes.beat(self._db, op)
+                return await beat(self._db, op)
             case Requeue():
-                return await changes.requeue(self._db, self._claims, op)
+                return await requeue(self._db, self._claims, op)
             case Cancel():
-                return await changes.cancel(self._db, op)
+                return await cancel(self._db, op)
             case Reap():
-                return await sweeps.reap(self._db, self._claims, op)
+                return await reap(self._db, self._claims, op)
             case Purge():
-                return await sweeps.purge(self._db, op)
+                return await purge(self._db, op)
             case _:
-                raise TypeError(f"no operation of the contract: {op!r:.100}")
+                raise TypeError(f"expected an operation of the contract, got {op!r:.100}")
 
-    def _births(self, ops: Sequence[Operation]) -> dict[str, str]:
-        """Which invocations are about to end, of those that are known: told afterwards, it might be of a later one."""
-        known = self._db.births.known
-        return {op.fence.id: birth for op in ops if isinstance(op, Finish) and (birth := known(op.fence.id))}
+    def _known_incarnations(self, ops: Sequence[Operation]) -> dict[str, str]:
+        """The incarnations of the invocations that are about to end: afterwards the id might be used again."""
+        known: dict[str, str] = {}
+        for op in ops:
+            if isinstance(op, Finish):
+                incarnation = self._db.incarnations.known(op.fence.id)
+                if incarnation:
+                    known[op.fence.id] = incarnation
+        return known
 
-    def _tell(self, ops: Sequence[Operation], answers: Sequence[Any], births: Mapping[str, str]) -> None:
-        """What other engines are to know, through Redis."""
-        live = self._live
-        if live is None:
+    def _publish(self, ops: Sequence[Operation], answers: Sequence[Any], incarnations: Mapping[str, str]) -> None:
+        """Publish through Redis what other engines need to know."""
+        redis = self._redis
+        if redis is None:
             return
         news: list[News] = []
         for op, answer in zip(ops, answers, strict=True):
@@ -214,86 +231,92 @@ class MongoStore:
                 continue
             if isinstance(op, Append):
                 appended: Appended = answer
-                if appended.duplicates == 0:  # what is repeated was added when it was new
-                    live.add(op.fence.id, op.first_seq, op.frames)
+                if appended.duplicates == 0:  # duplicates were published when they were new
+                    redis.add(op.fence.id, op.first_seq, op.frames)
             news += news_of(op, answer)
-        live.tell(news, births)
+        redis.tell(news, incarnations)
 
     # Reads
 
-    def _ask(self, read: Callable[..., Awaitable[T]], *args: Any) -> Awaitable[T]:
+    def _call(self, read: Callable[..., Awaitable[T]], *args: Any) -> Awaitable[T]:
         return call_driver(self._db.name, read, *args)
 
     async def outcomes(self, ids: Sequence[str]) -> list[Outcome]:
-        return await self._ask(reads.outcomes, self._db, ids)
+        return await self._call(read.outcomes, self._db, ids)
 
     async def page(self, id: str, since: int, limit: int, max_bytes: int) -> Page:
-        return await self._ask(frames.page, self._db, self._live, id, since, limit, max_bytes)
+        return await self._call(page, self._db, self._redis, id, since, limit, max_bytes)
 
     async def cancels(self, worker: str) -> list[tuple[str, int]]:
-        return await self._ask(reads.cancels, self._db, worker)
+        return await self._call(read.cancels, self._db, worker)
 
     async def rows(self, filter: RowFilter) -> list[Row]:
-        return await self._ask(reads.rows, self._db, filter)
+        return await self._call(read.rows, self._db, filter)
 
     async def counts(self, queue: str | None, state: str | None) -> dict[tuple[str, str], int]:
-        return await self._ask(reads.counts, self._db, queue, state)
+        return await self._call(read.counts, self._db, queue, state)
 
     async def ages(self) -> dict[str, float]:
-        return await self._ask(reads.ages, self._db)
+        return await self._call(read.ages, self._db)
 
     async def copies(self, after: str | None, queues: Sequence[str], limit: int, max_bytes: int) -> list[Restore]:
-        return await self._ask(moves.copies, self._db, after, queues, limit, max_bytes)
+        return await self._call(copies, self._db, after, queues, limit, max_bytes)
 
     async def journal(self, id: str, since: int, limit: int, max_bytes: int) -> list[tuple[int, bytes]]:
-        return await self._ask(moves.journal, self._db, id, since, limit, max_bytes)
+        return await self._call(journal_of, self._db, id, since, limit, max_bytes)
 
-    # What time and others do
+    # Time, and changes by others
 
     async def due(self) -> list[Operation]:
-        """Whether a delay or a lease is over; and claims whose answers were lost go back."""
-        return await self._ask(
-            self._due,
-        )
+        """A Reap if a delay or a lease is over. Also gives back claims whose answers were lost."""
+        return await self._call(self._due)
 
     async def _due(self) -> list[Operation]:
         await self._db.clock.refresh()
-        self._read = time.monotonic()
-        if (queues := await self._claims.settle()) and self._live is not None:
-            self._live.tell([News("queue", queue) for queue in queues])
-        if await reads.is_due(self._db, sweeps.since_limit(self._db, self._since)):
+        self._clock_read_at = time.monotonic()
+        if (queues := await self._claims.settle()) and self._redis is not None:
+            self._redis.tell([News("queue", queue) for queue in queues])
+        if await read.is_due(self._db, since_limit(self._db, self._since)):
             return [Reap(since=self._since)]
         return []
 
     async def watch(self, interest: Interest, tell: Callable[[News], None]) -> None:
-        await watch.watch(self._db, self._live, interest, tell)
+        await watch.watch(self._db, self._redis, interest, tell)
 
 
 def _rounds(ops: Sequence[Any]) -> Iterator[list[int]]:
-    """The places of operations, in order, in as few lists as can be in which no row, or worker, comes twice."""
+    """The positions of operations, in order, in as few lists as possible so that no row or worker is twice in a list."""
     rounds: list[list[int]] = []
     seen: dict[str, int] = {}
     for place, op in enumerate(ops):
-        whose = op.worker if isinstance(op, Beat) else op.fence.id if hasattr(op, "fence") else getattr(op, "id", "")
-        at = seen.get(whose, 0)
-        seen[whose] = at + 1
-        if at == len(rounds):
+        if isinstance(op, Beat):
+            subject = op.worker
+        elif hasattr(op, "fence"):
+            subject = op.fence.id
+        else:
+            subject = getattr(op, "id", "")
+        number = seen.get(subject, 0)
+        seen[subject] = number + 1
+        if number == len(rounds):
             rounds.append([])
-        rounds[at].append(place)
+        rounds[number].append(place)
     yield from rounds
 
 
 class MongoDispatch(Plane):
-    """The plane in MongoDB: any number of machines, and of servers behind one address, share it.
+    """A plane in MongoDB that any number of machines and servers share.
 
-    mongo_url: mongodb://HOST:27017/DATABASE; the database is `lakeshore` where none is named, and its options are the
-    driver's. redis_url: redis://HOST:6379/0, for wake-ups and live streams across engines; without it, and while it does
-    not answer, the database is looked at several times a second while somebody waits. It holds frames of live streams and
-    passes small results on, and has to be as private as the database. ns: whose invocations are seen.
+    mongo_url: `mongodb://HOST:27017/DATABASE`; the default database is `lakeshore`. Options of the address go to the driver.
+    redis_url: `redis://HOST:6379/0`, for fast wake-ups and live streams between engines. Without it, and while it does not
+        answer, engines with waiting callers poll the database several times a second. Redis holds frames of live streams
+        and small results, so it must be as private as the database.
+    ns: the namespace whose invocations are visible.
 
-    An async context manager, and usable without: the first use opens it. One object may be used from several event
-    loops. Raises ValueError for an address that is none, PlaneUnavailable when the database does not answer,
-    NotAuthorized when it refuses who asks. What is written here is never trusted: workers refuse its pickles by default.
+    An async context manager; without one, the first use opens it. One object may be used from several event loops.
+    Workers refuse pickled functions of this plane by default.
+
+    Raises ValueError for a malformed address, PlaneUnavailable if the database does not answer, and NotAuthorized if it
+    rejects the credentials.
     """
 
     def __init__(self, mongo_url: str, redis_url: str | None = None, *, ns: str = "default") -> None:
@@ -303,7 +326,8 @@ class MongoDispatch(Plane):
         super().__init__(lambda: MongoStore(self), f"MongoDispatch({', '.join(map(repr, shown))})", ns=ns)
 
     def within(self, ns: str) -> MongoDispatch:
-        """The same database as another namespace sees it; it is closed on its own."""
+        """The same database with another namespace; close it separately."""
         other = MongoDispatch(self.mongo_url, self.redis_url, ns=ns)
-        other.serving, other.patience = self.serving, self.patience
+        other.serving = self.serving
+        other.patience = self.patience
         return other

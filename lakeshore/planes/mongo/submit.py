@@ -51,8 +51,8 @@ async def _submit(db: Database, ops: list[Submit]) -> list[Any]:
     for op in ops:
         key = key_of(db.ns, op.id)
         root = None if op.parent is None else roots.get(op.parent) or op.parent
-        envelope = await db.bodies.stow(op.body, ENVELOPE, key)
-        config = await db.bodies.stow(op.config, SMALL, key)
+        envelope = await db.bodies.store(op.body, ENVELOPE, key)
+        config = await db.bodies.store(op.config, SMALL, key)
         documents.append(invocation(db.ns, op, root, envelope, config, db.submitted_at(), now))
     answers: list[Any] = [op.id for op in ops]
     taken: list[int] = []

@@ -1,4 +1,4 @@
-"""What each change of a row sets: parts of update pipelines, each one atomic with the condition that it is sent with."""
+"""Update pipelines: the fields that each operation sets. Each is atomic with the condition that it is sent with."""
 
 from __future__ import annotations
 
@@ -11,15 +11,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
-    "acked", "cancelled", "ended", "held", "lapsed", "lease", "let_go", "literal", "renewed", "revived", "unreadable",
+    "cancel_update",
+    "claim_update",
+    "end_update",
+    "expire_fields",
+    "finish_update",
+    "lease_fields",
+    "literal",
+    "renew_update",
+    "requeue_update",
+    "revive_fields",
+    "unreadable_update",
 ]  # fmt: skip
 
 _REGAINED: Document = {"$subtract": ["$lost", {"$cond": ["$lapsed", 1, 0]}]}
-"""`lost`, without the loss of a claim that speaks after all."""
+"""`lost` without the loss that was counted for a claim whose worker is alive after all."""
 
 
 def literal(value: Any) -> Document:
-    """A value that is no expression, whatever it looks like."""
+    """A value that MongoDB does not evaluate, even if it looks like an expression."""
     return {"$literal": value}
 
 
@@ -27,14 +37,14 @@ def _when(condition: Any, fields: Document) -> Document:
     return {name: {"$cond": [condition, value, f"${name}"]} for name, value in fields.items()}
 
 
-def lease(seconds: float | None, now: float) -> Document:
-    """A claim lasts for so long from now, or for ever."""
+def lease_fields(seconds: float | None, now: float) -> Document:
+    """A lease of so many seconds from now; None never expires."""
     until = None if seconds is None else date(now + seconds)
     return {"lease": seconds, "leaseUntil": until, "wakeAt": until}
 
 
-def held(worker: str, poll: str, seconds: float | None, max_lost: int, now: float) -> list[Document]:
-    """A due row becomes a claim."""
+def claim_update(worker: str, poll: str, seconds: float | None, max_lost: int, now: float) -> list[Document]:
+    """Claim a due row."""
     fields: Document = {
         "state": "running",
         "held": True,
@@ -47,23 +57,23 @@ def held(worker: str, poll: str, seconds: float | None, max_lost: int, now: floa
         "cancelRequested": False,
         "startedAt": date(now),
     }
-    return [{"$set": fields | lease(seconds, now)}]
+    return [{"$set": fields | lease_fields(seconds, now)}]
 
 
-def renewed(seconds: float, now: float) -> list[Document]:
-    """A claim that holds goes on; one with a lease has it anew."""
+def renew_update(seconds: float, now: float) -> list[Document]:
+    """Renew a claim: extend its lease if it has one."""
     leased = {"$ne": ["$lease", None]}
     fields: Document = {"state": "running", "lapsed": False, "lost": _REGAINED, "due": True}
-    return [{"$set": fields | _when(leased, lease(seconds, now))}]
+    return [{"$set": fields | _when(leased, lease_fields(seconds, now))}]
 
 
-def revived(seconds: float | None, now: float) -> Document:
-    """A lapsed claim that speaks runs again, with the lease that it had."""
-    return {"state": "running", "lapsed": False, "lost": _REGAINED} | lease(seconds, now)
+def revive_fields(seconds: float | None, now: float) -> Document:
+    """Let an expired claim run again with the lease that it had: nobody else has claimed the row."""
+    return {"state": "running", "lapsed": False, "lost": _REGAINED} | lease_fields(seconds, now)
 
 
-def let_go(failed: bool, error: Any, not_before: float | None) -> list[Document]:
-    """A claim goes back to its queue."""
+def requeue_update(failed: bool, error: Any, not_before: float | None) -> list[Document]:
+    """Give a claim back to its queue."""
     fields: Document = {
         "state": "queued",
         "due": not_before is None,
@@ -74,7 +84,7 @@ def let_go(failed: bool, error: Any, not_before: float | None) -> list[Document]
         "worker": None,
         "pollId": None,
         "cancelRequested": False,
-    } | lease(None, 0.0)
+    } | lease_fields(None, 0.0)
     if failed:
         fields["failures"] = {"$add": ["$failures", 1]}
         if error is not None:
@@ -83,15 +93,15 @@ def let_go(failed: bool, error: Any, not_before: float | None) -> list[Document]
     return [{"$set": fields}]
 
 
-def lapsed() -> Document:
-    """A claim has expired; until somebody else claims the row, it may still speak."""
+def expire_fields() -> Document:
+    """Expire a claim. Until another worker claims the row, its fence still holds."""
     return {"state": "queued", "due": True, "notBefore": None, "lapsed": True, "wakeAt": None} | {
         "lost": {"$add": ["$lost", 1]}
     }
 
 
 def _closed(seq: Any, attempt: Any, data: Any) -> Document:
-    """The journal ends with this frame, unless it has ended."""
+    """Close the journal with this frame unless it is closed."""
     frame = {"seq": seq, "attempt": attempt}
     return _when(
         {"$eq": ["$closed", None]},
@@ -112,10 +122,10 @@ def _over(state: str, error: Any, now: float) -> Document:
     }
 
 
-def acked(
+def finish_update(
     state: str, result: Any, error: Any, final: tuple[int, Any] | None, ack_id: str, now: float
 ) -> list[Document]:
-    """The claim ends the row, and the journal with it where it brings the final frame."""
+    """End the row with its outcome, and close its journal if there is a final frame."""
     fields = _over(state, error, now) | {"result": literal(result), "ackId": ack_id, "lost": _REGAINED}
     if final is not None:
         seq, data = final
@@ -123,21 +133,20 @@ def acked(
     return [{"$set": fields}]
 
 
-def ended(state: str, error: Any, now: float, lost: Any = _REGAINED) -> list[Document]:
-    """The row ends without its worker. The final frame tells the error, and is of no attempt: a late append of its number
-    is no repeat of it."""
+def end_update(state: str, error: Any, now: float, lost: Any = _REGAINED) -> list[Document]:
+    """End the row without its worker. The final frame holds the error and belongs to no attempt, so that a late append of
+    its number is not taken for a duplicate."""
     fields = _over(state, error, now) | {"ackId": None, "lost": lost}
     return [{"$set": fields | _closed("$nextSeq", 0, None)}]
 
 
-def unreadable(error: Any, now: float) -> list[Document]:
-    """The row ends, whatever its other fields hold."""
+def unreadable_update(error: Any, now: float) -> list[Document]:
+    """Fail the row whatever its other fields hold."""
     return [{"$set": _over("failed", error, now) | {"ackId": None}}]
 
 
-def cancelled(now: float) -> list[Document]:
-    """A row that is queued, or claimed without a lease, ends; of another claim the end is asked for; one that has ended
-    stays as it is."""
+def cancel_update(now: float) -> list[Document]:
+    """Kill a row that is queued or claimed without a lease; request cancellation of other claims; leave ended rows."""
     queued: Document = {"$eq": ["$state", "queued"]}
     running: Document = {"$eq": ["$state", "running"]}
     kill: Document = {"$or": [queued, {"$and": [running, {"$eq": ["$lease", None]}]}]}
@@ -147,6 +156,6 @@ def cancelled(now: float) -> list[Document]:
     return [{"$set": _when(kill, fields) | {"cancelRequested": asked}}]
 
 
-def names(fields: Iterable[str]) -> dict[str, int]:
-    """A projection of these fields."""
+def projection(fields: Iterable[str]) -> dict[str, int]:
+    """A projection that reads these fields."""
     return dict.fromkeys(fields, 1)

@@ -12,9 +12,9 @@ import anyio
 from ...concurrency.portal import across
 from ...errors import LakeshoreError
 from ..contract.news import News
-from .append import settles
 from .connection import call_driver
 from .documents import Document, date, key_of, seconds
+from .journal import settles
 from .redis_messages import KINDS
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..contract.news import Kind
     from ..contract.store import Interest
     from .connection import Database
-    from .redis_news import Live
+    from .redis_news import RedisNews
 
 __all__ = ["watch"]
 
@@ -43,7 +43,7 @@ MOST = 2000
 MOST_JOURNALS = 500
 
 
-async def watch(db: Database, live: Live | None, interest: Interest, tell: Callable[[News], None]) -> None:
+async def watch(db: Database, live: RedisNews | None, interest: Interest, tell: Callable[[News], None]) -> None:
     """Tell what others change, until cancelled. On the waiters' loop; the drivers are asked on theirs."""
     for kind in KINDS:
         tell(News(kind))
@@ -53,7 +53,7 @@ async def watch(db: Database, live: Live | None, interest: Interest, tell: Calla
         await _look(db, live, interest, tell)
 
 
-async def _listen(live: Live, tell: Callable[[News], None]) -> None:
+async def _listen(live: RedisNews, tell: Callable[[News], None]) -> None:
     while True:
         heard = await across("asyncio", live.hear, HEAR)
         if heard is None:
@@ -67,7 +67,7 @@ async def _listen(live: Live, tell: Callable[[News], None]) -> None:
                 tell(News(kind))
 
 
-async def _look(db: Database, live: Live | None, interest: Interest, tell: Callable[[News], None]) -> None:
+async def _look(db: Database, live: RedisNews | None, interest: Interest, tell: Callable[[News], None]) -> None:
     look, last = _Look(db), time.monotonic()
     while True:
         pause = QUICK if live is None or live.down else SLOW

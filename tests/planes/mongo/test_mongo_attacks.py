@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from mongo_kit import Place
 
-    from dreamlake.lakeshore.planes.mongo.redis_news import Live
+    from dreamlake.lakeshore.planes.mongo.redis_news import RedisNews
 
 pytestmark = pytest.mark.anyio
 asyncio_only = pytest.mark.parametrize("anyio_backend", ["asyncio"])  # nothing here differs by the loop
@@ -31,9 +31,9 @@ asyncio_only = pytest.mark.parametrize("anyio_backend", ["asyncio"])  # nothing 
 LIVE = "dreamlake.lakeshore.planes.mongo.redis_news"
 
 
-def live_of(plane: dls.MongoDispatch) -> Live:
+def live_of(plane: dls.MongoDispatch) -> RedisNews:
     engine: Any = plane._engines.here()
-    found: Live = engine.store._live
+    found: RedisNews = engine.store._redis
     return found
 
 

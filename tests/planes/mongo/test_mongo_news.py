@@ -16,7 +16,7 @@ from mongo_streams import admin, subscribers
 from dreamlake.lakeshore.planes.contract.news import News
 from dreamlake.lakeshore.planes.contract.records import TERMINAL, Failure, Outcome
 from dreamlake.lakeshore.planes.mongo import incarnation as births_module
-from dreamlake.lakeshore.planes.mongo.incarnation import Births
+from dreamlake.lakeshore.planes.mongo.incarnation import Incarnations
 from dreamlake.lakeshore.planes.mongo.redis_messages import NAMES, SMALL, Told, pack, unpack
 from dreamlake.lakeshore.planes.mongo.redis_news import HEARD
 from dreamlake.lakeshore.wire._msgpack import packb
@@ -110,7 +110,7 @@ def test_more_than_anybody_of_ours_says_at_once_is_not_taken_apart() -> None:
     assert len(told) == 2 * NAMES + 2
 
 
-# Births --------------------------------------------------------------------------------------------------------------
+# Incarnations --------------------------------------------------------------------------------------------------------------
 
 
 def row(id: str, at: int) -> dict[str, Any]:
@@ -124,28 +124,28 @@ async def unread(_: Any) -> list[dict[str, Any]]:
 
 
 def test_the_later_of_two_invocations_is_known_whatever_answer_comes_first() -> None:
-    births = Births(unread)
-    births.remember(row("a", 9))
-    births.remember(row("a", 5))
-    assert births.known("a") == "9.1"
-    births.remember(row("a", 10))
-    assert births.known("a") == "10.1"
+    incarnations = Incarnations(unread)
+    incarnations.remember(row("a", 9))
+    incarnations.remember(row("a", 5))
+    assert incarnations.known("a") == "9.1"
+    incarnations.remember(row("a", 10))
+    assert incarnations.known("a") == "10.1"
 
 
 def test_who_is_submitted_again_is_not_known() -> None:
-    births = Births(unread)
+    incarnations = Incarnations(unread)
     for id in ("a", "b"):
-        births.remember(row(id, 9))
-    births.forget(["a", "never seen"])
-    assert [births.known(id) for id in ("a", "b")] == [None, "9.1"]
+        incarnations.remember(row(id, 9))
+    incarnations.forget(["a", "never seen"])
+    assert [incarnations.known(id) for id in ("a", "b")] == [None, "9.1"]
 
 
 def test_the_oldest_births_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(births_module, "MOST", 3)
-    births = Births(unread)
+    incarnations = Incarnations(unread)
     for n in range(5):
-        births.remember(row(f"i{n}", n))
-    assert [births.known(f"i{n}") for n in range(5)] == [None, None, "2.1", "3.1", "4.1"]
+        incarnations.remember(row(f"i{n}", n))
+    assert [incarnations.known(f"i{n}") for n in range(5)] == [None, None, "2.1", "3.1", "4.1"]
 
 
 # Over a real Redis ---------------------------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ async def test_a_result_of_any_size_reaches_who_waits_elsewhere(place: Place, re
         assert got == [Outcome("same", "succeeded", bytes(size) or None)]
 
 
-def births_of(plane: dls.MongoDispatch) -> Births:
+def births_of(plane: dls.MongoDispatch) -> Incarnations:
     engine: Any = plane._engines.opened()
-    found: Births = engine.store._db.births
+    found: Incarnations = engine.store._db.incarnations
     return found
 
 
@@ -285,7 +285,7 @@ async def test_what_is_heard_during_a_look_is_looked_up(
 async def test_news_without_end_is_handed_on_meanwhile(place: Place, redis: Service) -> None:
     async with place._replace(redis=redis.url).plane() as plane:
         engine: Any = plane._engines.opened()
-        live = engine.store._live
+        live = engine.store._redis
         assert await live.hear(1.0) == (True, [])
         with admin(redis, decode_responses=False) as client, client.pipeline(transaction=False) as pipe:
             for n in range(3 * HEARD):

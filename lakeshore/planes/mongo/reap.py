@@ -1,4 +1,4 @@
-"""What time does to rows: delays and leases that are over, and old rows that go. In pages; servers may do it at once."""
+"""Reap: end delays and expired leases, a page of rows at a time. Several servers may do it at once."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from ..contract.failures import CANCELLED_RUNNING, worker_lost
-from ..contract.operations import Purge, Reap, Reaped
-from .changes import update_each
+from ..contract.operations import Reap, Reaped
 from .documents import Document, date
-from .updates import ended, lapsed, let_go, names
+from .fences import update_each
+from .updates import end_update, expire_fields, projection, requeue_update
 
 if TYPE_CHECKING:
     from .claim import Claims
     from .connection import Database
 
-__all__ = ["PAGE", "purge", "reap", "since_limit"]
+__all__ = ["MAX_ROWS", "reap", "since_limit"]
 
-PAGE = 500
-"""Rows that one Reap or Purge changes at most; they are repeated."""
-_JUDGED = (
+MAX_ROWS = 500
+"""The most rows that one Reap or Purge changes; the next one changes more."""
+_READ_FIELDS = (
     "id",
     "runConfig.queue",
     "state",
@@ -33,14 +33,16 @@ _JUDGED = (
 
 
 def since_limit(db: Database, since: float | None) -> Document:
-    """The condition that a claim has had its lease's length since then to be renewed."""
-    return {} if since is None else {"lease": {"$lte": db.clock.now() - since}}
+    """Select claims that could have been renewed since that time: their lease is no longer than the time since."""
+    if since is None:
+        return {}
+    return {"lease": {"$lte": db.clock.now() - since}}
 
 
 async def reap(db: Database, claims: Claims, op: Reap) -> Reaped:
-    """Promote delayed rows; let claims lapse, or end, whose lease is over: each row by one of those who see it."""
+    """Make delayed rows due, and expire claims. If several servers see the same row, one of them changes it."""
     over = {"ns": db.ns, "due": False, "wakeAt": {"$lte": date(db.clock.now())}}
-    found = db.invocations.find(over, {"runConfig.queue": 1}).limit(PAGE)
+    found = db.invocations.find(over, {"runConfig.queue": 1}).limit(MAX_ROWS)
     due = sorted({row["runConfig"]["queue"] async for row in found})
     if due:
         await claims.promote()
@@ -48,7 +50,7 @@ async def reap(db: Database, claims: Claims, op: Reap) -> Reaped:
         return Reaped([], due)
     late: Document = {"ns": db.ns, "due": True, "wakeAt": {"$lte": date(db.clock.now())}}
     late |= since_limit(db, op.since)
-    rows = await db.invocations.find(late, names(_JUDGED)).sort("wakeAt", 1).limit(PAGE).to_list()
+    rows = await db.invocations.find(late, projection(_READ_FIELDS)).sort("wakeAt", 1).limit(MAX_ROWS).to_list()
     if not rows:
         return Reaped([], due)
     rows.sort(key=lambda row: row["submittedAt"])
@@ -67,24 +69,12 @@ async def reap(db: Database, claims: Claims, op: Reap) -> Reaped:
 
 
 def _expired(row: Document, counted: bool, now: float) -> tuple[str, list[Document]]:
-    """What a row whose claim has expired becomes."""
+    """The new state of a row whose claim has expired, and the update that sets it."""
     if row["cancelRequested"]:
-        return "killed", ended("killed", CANCELLED_RUNNING.as_dict(), now)
+        return "killed", end_update("killed", CANCELLED_RUNNING.as_dict(), now)
     if not counted:
-        return "queued", let_go(False, None, None)
+        return "queued", requeue_update(False, None, None)
     lost = row["lost"] + 1
     if lost >= row["maxLost"]:
-        return "failed", ended("failed", worker_lost(lost).as_dict(), now, lost)
-    return "queued", [{"$set": lapsed()}]
-
-
-async def purge(db: Database, op: Purge) -> int:
-    """Delete old rows: their frames and large bodies first, so that what breaks off half way is found again."""
-    old: Document = {"ns": db.ns, "finishedAt": {"$lte": date(db.clock.now() - op.older_than)}}
-    rows = await db.invocations.find(old, {"_id": 1}).sort("finishedAt", 1).limit(PAGE).to_list()
-    if not rows:
-        return 0
-    keys = [row["_id"] for row in rows]
-    await db.frames.delete_many({"invocation": {"$in": keys}})
-    await db.bodies.drop_all(keys)
-    return (await db.invocations.delete_many(old | {"_id": {"$in": keys}})).deleted_count
+        return "failed", end_update("failed", worker_lost(lost).as_dict(), now, lost)
+    return "queued", [{"$set": expire_fields()}]
