@@ -300,7 +300,7 @@ class Folder:
         os.close(self._writing)
         os.close(self.lock)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """The same once the child has ended: what has left its group, and lives on, holds up no further attempt."""
         with suppress(OSError):
             os.ftruncate(self._writing, 0)
@@ -312,7 +312,7 @@ class Folder:
         try:
             _delete(self.path)
         finally:
-            self.leave()
+            self.release()
 
 
 def _delete(path: Path) -> None:

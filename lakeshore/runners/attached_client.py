@@ -11,6 +11,7 @@ import signal
 import subprocess
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -263,7 +264,7 @@ class Followed(ABC):
             return ended
         output = await anyio.to_thread.run_sync(last_output, folder)
         fault = how or self._fault(output)
-        return ended if fault is None else ended._replace(error=self._failure(fault, output))
+        return ended if fault is None else replace(ended, error=self._failure(fault, output))
 
     async def _not_started(self, said: str) -> Failure:
         """The failure of a child that never ran, of which the engine says this and what is in the output."""

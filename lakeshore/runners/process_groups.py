@@ -17,6 +17,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -144,7 +145,7 @@ class Forked(Group):
 
     async def wait(self) -> Exit:
         ended = await super().wait()
-        return ended._replace(state="lost") if self._lost else ended
+        return replace(ended, state="lost") if self._lost else ended
 
     def _reap(self) -> int | None:
         if not _readable(self._told, 0.0):

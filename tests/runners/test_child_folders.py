@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:
-    pattern = r"what (\S+) wrote, with stdout\.log and stderr\.log, stays in (.*)"
+    pattern = r"the files of (\S+), with stdout\.log and stderr\.log, are kept in (.*)"
     return [found.groups() for line in caplog.messages if (found := re.fullmatch(pattern, line))]
 
 

@@ -78,7 +78,7 @@ async def test_a_submitter_cannot_have_a_worker_rest(
 async def test_it_goes_on_asking_the_engine(
     queue: dls.Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dreamlake.lakeshore.worker.child.MOST_REST", 0.02)
+    monkeypatch.setattr("dreamlake.lakeshore.worker.child.MAX_START_PAUSE", 0.02)
     for n in range(4):
         await queue.submit(dls.thunk(bodies.double, n))
     async with children(queue, tmp_path, Engine(environ=process_runner().environ)):

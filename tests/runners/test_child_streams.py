@@ -129,8 +129,8 @@ def test_any_split_gives_the_same_values(file: Path) -> None:
     assert [dls.wire.unpack(value) for value in found] == values
 
 
-def test_a_frame_larger_than_a_bite(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail, "BITE", 100)
+def test_a_frame_larger_than_one_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "READ_BYTES", 100)
     file.write_bytes(packed("a" * 10_000) + packed("b"))
     reader = FrameTail(file)
     assert [dls.wire.unpack(value) for value in read_all(reader)] == ["a" * 10_000, "b"]

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,7 +291,7 @@ def test_mounts(tmp_path: Path) -> None:
     asked = Launch("a", 1, Folder(tmp_path, 0, 0), {"LAKESHORE_ROOT": "/"}, None, None)
     with pytest.raises(dls.DispatchError, match="the root of keys is /, which cannot be mounted in a container: start"):
         followed.mounts_of(asked, [])
-    asked = asked._replace(environ={"LAKESHORE_ROOT": here})
+    asked = replace(asked, environ={"LAKESHORE_ROOT": here})
     assert followed.mounts_of(asked, read[1:2]) == read[1:2]
 
 

@@ -20,7 +20,7 @@ from dreamlake.lakeshore.daemon import workdir
 from dreamlake.lakeshore.daemon.workdir import Folder, last_output, prune, read_error, read_file
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.wire import pack
-from dreamlake.lakeshore.worker import child
+from dreamlake.lakeshore.worker import child_outcome
 from dreamlake.lakeshore.worker import frame_tail as tail
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ async def said_of(queue: dls.Queue, fn: Callable[..., object], *args: object) ->
 async def test_what_is_larger_than_any_plane_takes_is_not_read(
     queue: dls.Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (child, tail):
-        monkeypatch.setattr(module, "LARGEST", 1 << 20)
+    for module in (child_outcome, tail):
+        monkeypatch.setattr(module, "MAX_VALUE_BYTES", 1 << 20)
     async with children(queue, tmp_path):
         assert await said_of(queue, bodies.leaves_as_result, (1 << 20) + 1) == (
             "DaemonError: result.msgpack has 1048577 bytes, and no plane takes more than 1048576"
@@ -127,7 +127,7 @@ def test_what_is_held_does_not_count_as_kept(tmp_path: Path) -> None:
     for name in "abc":
         folder = Folder.take(tmp_path, name, b"")
         assert folder is not None
-        folder.leave()
+        folder.release()
         os.utime(folder.path / ".lock", (ord(name), ord(name)))
     held = Folder.take(tmp_path, "held", b"")
     assert held is not None
@@ -140,7 +140,7 @@ def test_a_folder_that_was_left_names_no_group(tmp_path: Path) -> None:
     """Its number may have become that of others."""
     folder = take(tmp_path)
     folder.name_group(12345)
-    folder.leave()
+    folder.release()
     assert (folder.path / ".lock").read_bytes() == b""
 
 

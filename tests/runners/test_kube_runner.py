@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -616,14 +617,14 @@ async def test_a_new_attempt_ends_the_one_before(server: Server, tmp_path: Path)
         before = launch(tmp_path, f"echo old >result.msgpack; {STUBBORN}")
         child, _ = await _start(dead, before)
         before.folder.close()  # as the death of its worker would
-        asked = before._replace(attempt=2, script="[ ! -e result.msgpack ] || exit 1; exit 2")
+        asked = replace(before, attempt=2, script="[ ! -e result.msgpack ] || exit 1; exit 2")
         assert (await (await runner.start(asked)).wait()).code == 2
         assert _error(await child.wait())[:2] == ("killed", "Cancelled")
         # the same one twice, as when a plane was begun anew
         again = launch(tmp_path, STUBBORN)
         child, _ = await _start(dead, again)
         for _ in range(2):  # after that of another worker, and after one of its own
-            assert (await (await runner.start(again._replace(script="exit 3"))).wait()).code == 3
+            assert (await (await runner.start(replace(again, script="exit 3"))).wait()).code == 3
         assert _error(await child.wait())[:2] == ("killed", "Cancelled")
         again.folder.remove()
 

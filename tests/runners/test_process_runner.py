@@ -136,7 +136,7 @@ async def test_a_warm_interpreter_that_does_not_answer_is_given_up(
 async def test_a_folder_that_stays_held_is_a_failure_that_names_it(
     queue: dls.Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "PATIENCE", 0.2)
+    monkeypatch.setattr(child, "FOLDER_TIMEOUT", 0.2)
     id = await queue.submit(dls.thunk(bodies.nothing))
     held = Folder.take(tmp_path / "work", id, b"")
     assert held is not None
@@ -202,7 +202,7 @@ async def test_a_folder_that_cannot_be_deleted_stays_and_the_result_counts(
     async with children(queue, tmp_path):
         assert await queue.call(dls.thunk(bodies.double, 1)) == 2
     (left,) = folders(tmp_path)
-    assert f"the folder {tmp_path / 'work' / left} stays: Device or resource busy" in caplog.text
+    assert f"the folder {tmp_path / 'work' / left} could not be deleted: Device or resource busy" in caplog.text
 
 
 async def test_output_goes_into_new_files_only(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ async def test_a_signal_without_a_name_is_given_as_a_number(queue: dls.Queue, tm
 async def test_too_much_that_is_left_is_not_forwarded(
     queue: dls.Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "MOST_LEFT", 10)
+    monkeypatch.setattr(child, "MAX_REMAINING_BYTES", 10)
     path = tmp_path / "notes"
     async with children(queue, tmp_path):
         id = await queue.submit(dls.thunk(bodies.yields_when_stopped, str(path)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from dataclasses import replace
 from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING, Any
@@ -211,7 +212,7 @@ class KubeJob:
             ended = await self._judged(seen)
             silent = ended.error is None and (ERROR if ended.code else RESULT) not in await self._names()
             if silent and (ended.code or self._launch.script is None):
-                ended = ended._replace(output=await self._output())
+                ended = replace(ended, output=await self._output())
             if seen.state != "gone":
                 await self._session.forget(self._job)
             self._exit = ended
