@@ -12,6 +12,7 @@ __all__ = [
     "DEFAULT_MAX_LOST",
     "LARGE_BYTES",
     "MAX_BYTES_PER_PAGE",
+    "MAX_COPIED_BYTES",
     "MAX_FRAMES_PER_PAGE",
     "MAX_FRAME_BYTES",
     "MAX_HOLD_TIME",
@@ -27,6 +28,11 @@ __all__ = [
 
 LARGE_BYTES = 1 << 20
 """An operation or a result of more bytes travels apart from the small ones, which would else wait for its transfer."""
+
+# The codec
+
+MAX_COPIED_BYTES = 4096
+"""Packing copies bytes up to this size. More are spliced into the output: no copy, but some work for each piece."""
 
 # Leases
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import numpy_values as _values  # noqa: F401  # pyright: ignore[reportUnusedImport] -- installs its codecs
+from . import images, numpy_values, torch_values
 from .codec import pack as pack
 from .codec import unpack as unpack
 from .envelope import WIRE_VERSION as WIRE_VERSION
@@ -22,6 +22,7 @@ from .frames import FrameDecoder as FrameDecoder
 from .frames import FrameKind as FrameKind
 from .frames import FrameReader as FrameReader
 from .registry import Codec as Codec
+from .registry import install
 from .registry import register as register
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ __all__ = [
     "register",
     "unpack",
 ]
+
+install(*numpy_values.CODECS, *torch_values.CODECS, *images.CODECS)  # the frequent ones first
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,6 @@ FormatError: type[Exception] = _module.FormatError
 StackError: type[Exception] = _module.StackError
 OutOfData: type[Exception] = _module.OutOfData
 
-# What reading bytes may raise: msgpack's own errors, text that is not UTF-8, an unhashable map key, a size too large.
 READ_ERRORS: tuple[type[Exception], ...] = (
     ValueError,
     TypeError,
@@ -32,3 +31,4 @@ READ_ERRORS: tuple[type[Exception], ...] = (
     RecursionError,
     _module.UnpackException,
 )
+"""What reading bytes may raise: msgpack's own errors, text that is not UTF-8, an unhashable map key, a size too large."""

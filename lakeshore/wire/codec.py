@@ -1,19 +1,19 @@
 """`pack` and `unpack`: msgpack, with ext codes for what msgpack has no form for.
 
-Packing is strict: only exact types pass, everything else goes to `_Level.default`, which turns it into an ext value or
-refuses it. Three things here are not obvious from the code:
+Packing is strict: only exact types pass. Everything else goes to `_DepthPacker.default`, which makes an ext value of it
+or raises CannotPack. Three things here are not obvious from the code:
 
-*One copy.* An array is not handed to msgpack, which would copy it three times. `_Level.splice` takes what the packer
+*One copy.* An array is not handed to msgpack, which would copy it three times. `_DepthPacker.splice` takes what msgpack
 has written so far, puts the ext header and the array's own memory behind it as further pieces, lets msgpack write a
 nil in the value's place, and drops that byte again. The pieces are joined once, at the very end.
 
-*Depth.* Each ext value inside another one needs a packer of its own, and msgpack recurses in C: its limit (511 levels,
-1024 from version 1.2 on) holds for one packer only, so the product of both can overrun the stack, which kills the
-process. Hence `MAX_EXT_DEPTH`, counted per thread over packing and unpacking, also where a codec calls `pack` or
-`unpack` itself; and `_check_levels`, which from the fifth packer on keeps to 511 whatever the version.
+*Depth.* Each ext value inside another one needs a msgpack packer of its own, and msgpack recurses in C: its limit (511
+levels, 1024 from version 1.2 on) holds for one packer only, so the product of both can overrun the stack, which kills
+the process. Hence `MAX_EXT_DEPTH`, counted per thread over packing and unpacking, also where a codec calls `pack` or
+`unpack` itself; and `_check_levels`, which from the fifth packer on keeps to 511 levels whatever the version.
 
-*Whatever packs unpacks.* msgpack packs one level more than it reads. `_Level` therefore packs each value inside a list
-of its own and drops that list's header.
+*Whatever packs unpacks.* msgpack packs one level more than it reads. `_DepthPacker` therefore packs each value inside a
+list of its own and drops that list's header.
 """
 
 from __future__ import annotations
@@ -23,22 +23,27 @@ import threading
 from typing import Any
 
 from ..errors import WireError
+from ..limits import MAX_COPIED_BYTES
 from . import _msgpack, registry
-from . import encode_errors as refusals
 from ._msgpack import new_ext
-from .encode_errors import Refused, kind_of
-from .registry import TUPLE, Buffer, brief, decoders, holders
+from .encode_errors import CannotPack, describe_error, encode_error
+from .registry import TUPLE, Buffer, decoders, holders
+from .values import dicts_in, kind_of, type_name
 
 __all__ = ["MAX_EXT_DEPTH", "Bin", "comes_back", "dump", "ext_hook", "pack", "unpack", "wire_error"]
 
-MAX_EXT_DEPTH = 16  # ext values nested in one another
-
-_SMALL = 4096  # bodies up to this size are cheaper to copy than to splice
-_KEPT = 1 << 20  # a packer whose buffer grew beyond this is replaced, or the thread would keep that memory
-_LIMIT = (1 << 32) - 2  # bytes of one bin or ext value; msgpack cannot read an ext value of one byte more
-_SCANNED_FROM, _SCANNED_TO = 2048, 16 << 20  # bytes; see _load
-_DEEP = 4  # from so many ext values around a value on ...
-_MAX_LEVELS = 512  # ... it may have so many levels of lists and dicts: the list of a tuple's items, and 511 in it
+MAX_EXT_DEPTH = 16
+"""Ext values nested in one another."""
+MAX_BODY_BYTES = (1 << 32) - 2
+"""Of one bin or ext value; msgpack cannot read an ext value of one byte more."""
+MAX_KEPT_BUFFER = 1 << 20
+"""A msgpack packer whose buffer grew beyond this is replaced: its thread would keep that memory."""
+MIN_SCANNED_BYTES = 2048
+MAX_SCANNED_BYTES = 16 << 20
+"""Between these, bytes are checked before they are unpacked; see `_load`."""
+UNCHECKED_EXT_DEPTH = 4
+MAX_LEVELS = 512
+"""A value inside so many ext values or more may have so many levels of lists and dicts: a tuple's list and 511 in it."""
 
 
 class Bin:
@@ -50,84 +55,99 @@ class Bin:
         self.data = data
 
 
+def spliced(data: bytes) -> bytes | Bin:
+    """`data`, marked to be spliced in when it is large."""
+    return Bin(data) if len(data) > MAX_COPIED_BYTES else data
+
+
 # --- packing ---------------------------------------------------------------------------------------------------------
 
 
-class _Thread:
-    """What one thread packs with: its levels, how many are in use, and whether dict keys want a look afterwards."""
+class _ThreadState:
+    """What one thread packs with."""
 
-    __slots__ = ("depth", "levels", "look_at_keys")
+    __slots__ = ("depth", "has_doubtful_keys", "packers")
 
     def __init__(self) -> None:
         self.depth = 0
-        self.levels: list[_Level] = []
-        self.look_at_keys = False
+        """How many ext values the thread is inside of; packing at a depth uses the packer of that depth."""
+        self.packers: list[_DepthPacker] = []
+        self.has_doubtful_keys = False
+        """A value was packed that may come back as another dict key, so that the keys must be checked."""
 
-    def level(self, depth: int) -> _Level:
-        levels = self.levels
-        while len(levels) <= depth:
-            levels.append(_Level(self, len(levels)))
-        return levels[depth]
+    def packer_at(self, depth: int) -> _DepthPacker:
+        packers = self.packers
+        while len(packers) <= depth:
+            packers.append(_DepthPacker(self, len(packers)))
+        return packers[depth]
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.thread = _Thread()
+        self.state = _ThreadState()
 
 
 _local = _Local()
 
 
-class _Level:
-    """A packer for the values `depth` ext values deep, and the pieces that have already left it."""
+class _DepthPacker:
+    """Packs the values that lie `depth` ext values deep."""
 
-    __slots__ = ("depth", "drop", "packer", "pieces", "spent", "thread", "wrapped")
+    __slots__ = ("depth", "must_renew", "packer", "pieces", "skip", "state", "wrapped")
 
-    def __init__(self, thread: _Thread, depth: int) -> None:
-        self.thread, self.depth = thread, depth
+    def __init__(self, state: _ThreadState, depth: int) -> None:
+        self.state = state
+        self.depth = depth
         self.wrapped: list[object] = [None]
+        """The list in which each value is packed."""
         self.pieces: list[Buffer] = []
-        self.drop = 1
-        self.spent = False
+        """The output so far, but for what is still in msgpack's buffer."""
+        self.skip = 1
+        """Bytes at the start of msgpack's buffer that are not output: that list's header, or a nil."""
+        self.must_renew = False
+        """msgpack's packer is broken or its buffer too large: another one takes its place."""
         self.packer = self.new_packer()
 
     def new_packer(self) -> Any:
-        return _msgpack.Packer(default=self.default, strict_types=True, autoreset=False, buf_size=_SMALL)
+        return _msgpack.Packer(default=self.default, strict_types=True, autoreset=False, buf_size=MAX_COPIED_BYTES)
 
-    def run(self, value: object) -> list[Buffer]:
+    def pack(self, value: object) -> list[Buffer]:
         """The packed value as pieces that have only to be joined."""
-        thread = self.thread
+        state = self.state
         try:
-            thread.depth = self.depth + 1
-            if self.depth >= _DEEP:
+            state.depth = self.depth + 1
+            if self.depth >= UNCHECKED_EXT_DEPTH:
                 _check_levels(value)
             self.wrapped[0] = value
             self.packer.pack(self.wrapped)
-            self.take()
+            self.take_written()
             return self.pieces
         except BaseException:
-            self.spent = True
+            self.must_renew = True
             raise
         finally:
             self.wrapped[0] = None
-            self.pieces, self.drop = [], 1
-            if self.spent:
-                self.packer, self.spent = self.new_packer(), False
-            thread.depth = self.depth  # last: from here on a finaliser that packs may use this level
+            self.pieces = []
+            self.skip = 1
+            if self.must_renew:
+                self.packer = self.new_packer()
+                self.must_renew = False
+            state.depth = self.depth  # last: from here on a finaliser that packs may use this packer
 
-    def take(self) -> None:
-        """Move what the packer has written, but for its first `drop` bytes, to the pieces."""
+    def take_written(self) -> None:
+        """Move what msgpack has written to the pieces."""
         view = self.packer.getbuffer()
-        self.spent |= len(view) > _KEPT
-        self.pieces.append(bytes(view[self.drop :]))
+        if len(view) > MAX_KEPT_BUFFER:
+            self.must_renew = True
+        self.pieces.append(bytes(view[self.skip :]))
         del view  # a packer with a view on it can neither be reset nor written to
         self.packer.reset()
 
     def splice(self, *pieces: Buffer) -> None:
         """Put `pieces` where msgpack is about to write a nil, which is dropped later."""
-        self.take()
+        self.take_written()
         self.pieces += pieces
-        self.drop = 1
+        self.skip = 1
 
     def default(self, value: Any) -> Any:
         """What msgpack packs in place of a value it does not know: a small ext value, or nil where it was spliced."""
@@ -136,34 +156,44 @@ class _Level:
             self.splice_bin(value.data)
             return None
         if self.depth >= MAX_EXT_DEPTH:
-            raise Refused(value, f"it lies inside {MAX_EXT_DEPTH} other tuples or ext values", "nest fewer of them")
+            reason = f"it lies inside {MAX_EXT_DEPTH} other tuples or ext values"
+            raise CannotPack(value, reason, "nest fewer of them")
         if kind is tuple:
-            code, body = TUPLE, self.thread.level(self.depth + 1).run(list(value))
+            code = TUPLE
+            body = self.state.packer_at(self.depth + 1).pack(list(value))
         else:
-            code, body, doubtful = registry.encode(value)
-            self.thread.look_at_keys |= doubtful
+            code, body, is_doubtful_key = registry.encode(value)
+            if is_doubtful_key:
+                self.state.has_doubtful_keys = True
         size = sum(map(len, body))
-        if size <= _SMALL:
+        if size <= MAX_COPIED_BYTES:
             return new_ext((code, b"".join(body)))
-        if size > _LIMIT:
-            raise Refused(value, f"its {size} bytes are more than the 4 GiB of one value", "send it in parts")
-        header = struct.pack(">BHB", 0xC8, size, code) if size < 1 << 16 else struct.pack(">BIB", 0xC9, size, code)
+        if size > MAX_BODY_BYTES:
+            raise _too_large(value, size)
+        if size < 1 << 16:
+            header = struct.pack(">BHB", 0xC8, size, code)
+        else:
+            header = struct.pack(">BIB", 0xC9, size, code)
         self.splice(header, *body)
         return None
 
     def splice_bin(self, data: Buffer) -> None:
-        if len(data) > _LIMIT:
-            raise Refused(data, f"its {len(data)} bytes are more than the 4 GiB of one value", "send it in parts")
+        if len(data) > MAX_BODY_BYTES:
+            raise _too_large(data, len(data))
         self.splice(struct.pack(">BI", 0xC6, len(data)), data)
+
+
+def _too_large(value: object, size: int) -> CannotPack:
+    return CannotPack(value, f"its {size} bytes are more than the 4 GiB of one value", "send it in parts")
 
 
 _NESTING = frozenset({list, dict})
 
 
 def _check_levels(value: object) -> None:
-    """Refuse lists and dicts that are nested too deep for a value that lies in several ext values already."""
-    layer: dict[int, Any] = {0: [value]}  # by identity: what is shared is looked at once
-    for _ in range(_MAX_LEVELS + 1):
+    """Raise CannotPack for lists and dicts nested too deep for a value that lies in several ext values already."""
+    layer: dict[int, Any] = {0: [value]}  # by identity: what is shared is visited once
+    for _ in range(MAX_LEVELS + 1):
         layer = {
             id(child): child
             for container in layer.values()
@@ -173,8 +203,8 @@ def _check_levels(value: object) -> None:
         if not layer:
             return
     bad = next(iter(layer.values()))
-    why = f"it lies {_MAX_LEVELS} lists and dicts deep inside more than {_DEEP} tuples or ext values"
-    raise Refused(bad, why, "flatten it, or send its parts one by one")
+    reason = f"it lies {MAX_LEVELS} lists and dicts deep inside more than {UNCHECKED_EXT_DEPTH} tuples or ext values"
+    raise CannotPack(bad, reason, "flatten it, or send its parts one by one")
 
 
 def pack(value: object) -> bytes:
@@ -186,36 +216,38 @@ def pack(value: object) -> bytes:
     of these. Up to 16 tuples or arrays within one another, each with hundreds of lists between, pass in 8 MB of stack; in
     a thread with less, nesting that deep can crash the process.
 
-    Raises EncodeError, naming the type, the path to the value and the fix: an unknown type, a subclass, an integer out
-    of range, text with a lone surrogate, a value that contains itself or is nested too deep.
+    Raises:
+        EncodeError: An unknown type, a subclass, an integer out of range, text with a lone surrogate, a value that
+            contains itself or is nested too deep. The message names the type, the path to the value and the fix.
     """
     return dump(value, value)
 
 
 def dump(value: object, root: object) -> bytes:
     """`pack`, for callers that wrap the user's value: the path in an error starts at `root`, which lies in `value`."""
-    thread = _local.thread
-    outer_look, thread.look_at_keys = thread.look_at_keys, False
+    state = _local.state
+    outer_has_doubtful_keys = state.has_doubtful_keys
+    state.has_doubtful_keys = False
     try:
-        pieces = thread.level(thread.depth).run(value)
-        if thread.look_at_keys:
+        pieces = state.packer_at(state.depth).pack(value)
+        if state.has_doubtful_keys:
             _check_keys(root)
-    except Refused as error:
-        raise refusals.explain(root, error) from error.__cause__
+    except CannotPack as error:
+        raise encode_error(root, error) from error.__cause__
     except (ValueError, OverflowError, BufferError, RecursionError) as error:
-        raise refusals.explain(root, error) from error
+        raise encode_error(root, error) from error
     finally:
-        thread.look_at_keys = outer_look
+        state.has_doubtful_keys = outer_has_doubtful_keys
     return b"".join(pieces)
 
 
 def _check_keys(root: object) -> None:
-    """Refuse dict keys that would come back unhashable, or unequal to what they were."""
-    for found in refusals.dicts_in(root):
+    """Raise CannotPack for dict keys that would come back unhashable, or unequal to what they were."""
+    for found in dicts_in(root):
         for key in found:
             if not comes_back(key):
                 fix = "use keys of str, int or tuples of these"
-                raise Refused(key, "it would not come back as the same key", fix, as_key=True)
+                raise CannotPack(key, "it would not come back as the same key", fix, as_key=True)
 
 
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
@@ -244,8 +276,9 @@ def unpack(data: Buffer) -> Any:
     Arrays and tensors come back writable and on the CPU; an ext code that no codec holds comes back as
     `msgpack.ExtType`, which packs to the same bytes again. Nothing is ever unpickled.
 
-    Raises WireError for anything but exactly one packed value: cut short, with bytes behind it, malformed, or nested
-    too deep; TypeError if `data` is not bytes, bytearray or memoryview.
+    Raises:
+        WireError: It is not exactly one packed value: cut short, with bytes behind it, malformed, or nested too deep.
+        TypeError: `data` is not bytes, bytearray or memoryview.
     """
     if type(data) is not bytes:
         data = _flat(data)
@@ -264,12 +297,12 @@ def unpack(data: Buffer) -> Any:
 def _load(data: Buffer) -> Any:
     """The value in `data`; raises what msgpack raises.
 
-    msgpack makes room for up to 10 000 items as soon as it reads an array's header, so a few kilobytes of headers that
-    lie, one in another, cost gigabytes. Passing over the values without building them costs a few per cent and finds
-    the lie; small inputs have no room for many headers, and in large ones they weigh little beside the rest.
+    msgpack allocates up to 10 000 items as soon as it reads an array's header, so a few kilobytes of false headers, one
+    inside another, cost gigabytes. A pass over the values that builds nothing costs a few per cent and finds them. Small
+    inputs have no room for many headers; in large ones such an allocation is little beside the rest.
     """
     size = len(data)
-    if _SCANNED_FROM < size < _SCANNED_TO:
+    if MIN_SCANNED_BYTES < size < MAX_SCANNED_BYTES:
         scanner = _msgpack.Unpacker(read_size=size, max_buffer_size=size)
         scanner.feed(data)
         scanner.skip()
@@ -278,14 +311,17 @@ def _load(data: Buffer) -> Any:
 
 def _flat(data: Any) -> Buffer:
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(f"wire.unpack takes bytes, bytearray or memoryview, not {refusals.type_name(data)}")
+        raise TypeError(f"wire.unpack takes bytes, bytearray or memoryview, not {type_name(data)}")
     view: memoryview = memoryview(data)  # pyright: ignore[reportUnknownArgumentType]
-    return view.cast("B") if view.c_contiguous and view.ndim and view.nbytes else bytes(view)
+    if view.c_contiguous and view.ndim and view.nbytes:
+        return view.cast("B")
+    return bytes(view)
 
 
-# First byte of an ext value -> size of its body, or else the width of the field that says so.
 _FIXED_SIZES = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+"""The first byte of an ext value of a fixed size -> that size."""
 _EXT_HEADERS = {0xC7: 1, 0xC8: 2, 0xC9: 4, **dict.fromkeys(_FIXED_SIZES, 0)}
+"""The first byte of an ext value -> the width of the field with its size; 0 when it has none."""
 
 
 def _whole_ext(data: Buffer) -> tuple[int, memoryview] | None:
@@ -304,34 +340,34 @@ def _whole_ext(data: Buffer) -> tuple[int, memoryview] | None:
 
 
 def ext_hook(code: int, body: Buffer) -> Any:
-    """What an ext value is decoded to. Raises WireError, also for whatever a codec raises."""
+    """The value that an ext value is decoded to. Raises WireError, also for whatever a codec raises."""
     decode = decoders.get(code)
     if decode is None:
         return new_ext((code, body))
-    thread = _local.thread
-    if thread.depth >= MAX_EXT_DEPTH:
+    state = _local.state
+    if state.depth >= MAX_EXT_DEPTH:
         raise WireError(
             f"cannot unpack: more than {MAX_EXT_DEPTH} tuples or ext values lie inside one another; "
             "no sender of this package makes that, so check where the bytes come from"
         )
-    thread.depth += 1
+    state.depth += 1
     try:
         return decode(body)
     except (WireError, MemoryError):
         raise
     except Exception as error:
         raise WireError(
-            f"cannot unpack the ext value of code {code} ({holders[code]}, {len(body)} bytes): {brief(error)}; "
+            f"cannot unpack the ext value of code {code} ({holders[code]}, {len(body)} bytes): {describe_error(error)}; "
             "it was made by another codec, damaged on the way, or needs a module that is not installed here"
         ) from error
     finally:
-        thread.depth -= 1
+        state.depth -= 1
 
 
 def _decode_tuple(body: Buffer) -> tuple[Any, ...]:
     items = _load(body)
     if kind_of(items) is not list:
-        raise ValueError(f"the body of a tuple is an array, this one is a {refusals.type_name(items)}")
+        raise ValueError(f"the body of a tuple is an array, this one is a {type_name(items)}")
     return tuple(items)
 
 
@@ -352,5 +388,5 @@ def wire_error(error: Exception, size: int) -> WireError:
     elif isinstance(error, _msgpack.FormatError):
         why = "it is not msgpack"
     else:
-        why = brief(error)
+        why = describe_error(error)
     return WireError(f"cannot unpack: expected exactly one packed value, but {why}; make the bytes with wire.pack")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WireError
-from .codec import Bin, dump, unpack
-from .encode_errors import kind_of
+from .codec import dump, spliced, unpack
+from .values import kind_of
 
 if TYPE_CHECKING:
     from .registry import Buffer
@@ -16,7 +16,6 @@ __all__ = ["WIRE_VERSION", "Envelope"]
 
 WIRE_VERSION = 1
 
-_LARGE = 4096  # arguments above this size are spliced in, not copied
 _ABSENT: dict[str, Any] = {"args": b"", "kwargs": b"", "prefix": "", "key": None, "cfg": None, "parent": None}
 _TYPES: dict[str, tuple[type, ...]] = {
     "id": (str,),
@@ -28,8 +27,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "cfg": (dict, type(None)),
     "parent": (str, type(None)),
 }
-_OURS = ("v", *_TYPES)
-_SHAPES = {
+_FIELDS = ("v", *_TYPES)
+"""The fields in the order in which `to_bytes` writes them."""
+_USUAL_TYPES = {
     (int, str, dict, bytes, bytes, str, key, dict, parent) for key in (str, type(None)) for parent in (str, type(None))
 }
 
@@ -38,32 +38,36 @@ _SHAPES = {
 class Envelope:
     """One remote invocation.
 
-    `fn` says which function (a reference or a pickle), `args` and `kwargs` are packed values that stay bytes until
-    `arguments` is called, `prefix` is the scope's, `key` the idempotency key, `cfg` what else the sender wants to say,
-    `parent` the id of the invocation that submitted this one. Unknown keys of `cfg` and, in `extra`, of the top level
-    survive decoding and encoding.
+    Unknown keys of `cfg` and, in `extra`, of the top level survive decoding and encoding.
     """
 
     id: str
     fn: dict[str, Any]
+    """The function: a reference or a pickle."""
     args: bytes = b""
+    """The positional arguments, packed; they stay so until `arguments` is called."""
     kwargs: bytes = b""
+    """The keyword arguments, packed."""
     prefix: str = ""
+    """The prefix of the scope in which it was submitted."""
     key: str | None = None
+    """The idempotency key."""
     cfg: dict[str, Any] | None = field(default_factory=dict[str, Any])
+    """Anything else that the sender has for the worker."""
     parent: str | None = None
+    """The id of the invocation that submitted this one."""
     v: int = WIRE_VERSION
     extra: dict[Any, Any] = field(default_factory=dict[Any, Any], kw_only=True)
+    """Fields of the top level that this version does not know."""
 
     def to_bytes(self) -> bytes:
         """The packed Envelope. Raises EncodeError when `fn`, `cfg` or `extra` holds what cannot be packed."""
-        args, kwargs = self.args, self.kwargs
         fields: dict[Any, Any] = {
             "v": self.v,
             "id": self.id,
             "fn": self.fn,
-            "args": Bin(args) if len(args) > _LARGE else args,
-            "kwargs": Bin(kwargs) if len(kwargs) > _LARGE else kwargs,
+            "args": spliced(self.args),
+            "kwargs": spliced(self.kwargs),
             "prefix": self.prefix,
             "key": self.key,
             "cfg": self.cfg,
@@ -85,7 +89,11 @@ class Envelope:
         fields = unpack(data)
         if kind_of(fields) is not dict:
             raise WireError(f"not an Envelope: expected a map, got {_article(fields)}; submit with Envelope.to_bytes()")
-        if tuple(fields) == _OURS and tuple(map(type, fields.values())) in _SHAPES and fields["v"] == WIRE_VERSION:
+        if (
+            tuple(fields) == _FIELDS
+            and tuple(map(type, fields.values())) in _USUAL_TYPES
+            and fields["v"] == WIRE_VERSION
+        ):
             _, *rest = fields.values()
             return cls(*rest)  # as `to_bytes` writes it: the usual case, in a third of the time
         _check_version(fields.pop("v", None))

@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 from ..errors import WireError
 from ..limits import MAX_FRAME_BYTES
 from . import _msgpack
-from .codec import Bin, dump, ext_hook, unpack, wire_error
-from .encode_errors import kind_of
+from .codec import dump, ext_hook, spliced, unpack, wire_error
+from .values import kind_of
 
 if TYPE_CHECKING:
     from .registry import Buffer
 
 __all__ = ["Frame", "FrameDecoder", "FrameKind", "FrameReader"]
 
-
-_LARGE = 4096  # raw bodies above this size are spliced in, not copied
-_BITE = 1 << 20  # bytes handed to msgpack at once: bounds what its buffer holds beside the frame being read
+FEED_BYTES = 1 << 20
+"""Bytes handed to msgpack at once: bounds what its buffer holds beside the frame being read."""
 
 
 class FrameKind(IntEnum):
-    """What a frame is. Readers keep kinds they do not know as plain ints."""
+    """The kind of a frame. Readers keep kinds they do not know as plain ints."""
 
     VALUE = 0
     CHUNK = 1
@@ -54,8 +53,8 @@ class Frame:
     def to_bytes(self) -> bytes:
         """The packed frame. Raises EncodeError for a body that cannot be packed; `$` in its path is the body."""
         body = self.body
-        if type(body) is bytes and len(body) > _LARGE:
-            body = Bin(body)
+        if type(body) is bytes:
+            body = spliced(body)
         return dump([int(self.kind), self.seq, body, self.meta], self.body)
 
     @classmethod
@@ -82,13 +81,17 @@ def _shape(obj: Any) -> str:
 
 
 class FrameDecoder:
-    """Frames out of bytes that come in pieces cut anywhere. No I/O.
+    """Reads frames from bytes that come in pieces cut anywhere. No I/O.
 
-    `feed(chunk)` takes the next piece, `close()` says that there are no more. A frame of more than `limit` bytes is an
-    error, and so is whatever is not a frame; after an error the decoder gives the same error again.
+    `feed` takes the next piece, `close` checks that the last one ended a frame. After an error the decoder raises the same
+    error again.
     """
 
     def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
+        """
+        Args:
+            limit: Bytes of one frame; a larger one is an error.
+        """
         if limit < 1:
             raise ValueError(f"the limit of a frame is a number of bytes from 1, not {limit}")
         self._limit = limit
@@ -96,7 +99,7 @@ class FrameDecoder:
             ext_hook=ext_hook,
             strict_map_key=False,
             read_size=1 << 16,
-            max_buffer_size=limit + 2 * _BITE,  # never full: the limit below speaks first, and in our words
+            max_buffer_size=limit + 2 * FEED_BYTES,  # never full: `_check_size` raises first, with a better message
             max_str_len=limit,
             max_bin_len=limit,
             max_ext_len=limit,
@@ -109,17 +112,21 @@ class FrameDecoder:
         self._broken: str | None = None
 
     def feed(self, chunk: Buffer) -> Iterator[Frame]:
-        """Take a chunk and give the frames that are complete now, each decoded when it is asked for.
+        """Take a chunk.
 
-        What is not asked for comes with the next call. Raises WireError in the iteration, after the frames before the
-        fault.
+        Returns:
+            The frames that are complete now, each decoded when the iteration reaches it. Those that it does not reach
+            come with the next call.
+
+        Raises:
+            WireError: In the iteration, after the frames before the fault: a frame is too large, or it is no frame.
         """
         whole = memoryview(chunk if type(chunk) is bytes else bytes(chunk))  # a lazy reader must own its bytes
-        self._waiting.extend(whole[at : at + _BITE] for at in range(0, len(whole), _BITE))
+        self._waiting.extend(whole[at : at + FEED_BYTES] for at in range(0, len(whole), FEED_BYTES))
         return self._frames()
 
     def close(self) -> None:
-        """Say that the input has ended. Raises WireError if it was cut inside a frame."""
+        """End the input. Raises WireError if it was cut inside a frame."""
         if self._broken is not None:
             raise WireError(self._broken)
         rest = self._fed - self._begin + sum(map(len, self._waiting))
@@ -181,8 +188,10 @@ class FrameDecoder:
 class FrameReader(AsyncIterator[Frame]):
     """The frames of an asynchronous source of bytes, in order.
 
-    Ends with the source. Raises WireError when the source ends inside a frame, for a frame of more than `limit` bytes
-    and for what is not a frame. Cancelling a read loses nothing: the next one goes on.
+    Ends with the source. Cancellation: a cancelled read loses nothing, and the next one goes on.
+
+    Raises WireError, from each read, when the source ends inside a frame, for a frame of more than `limit` bytes and for
+    what is no frame.
     """
 
     def __init__(self, source: AsyncIterable[bytes], limit: int = MAX_FRAME_BYTES) -> None:

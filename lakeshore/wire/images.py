@@ -1,8 +1,8 @@
 """PIL images on the wire (ext 3): `[format, file]`, lossless for every mode.
 
-PNG where it holds the image, so that any reader can open it; TIFF for most of the other modes; and for what no file
-format gives back unchanged a form of our own, `RAW`. TIFF and palettes are read back and compared before they are
-trusted. What travels is the picture: mode, size, pixels, palette, transparency, colour profile, EXIF. A picture loaded
+PNG where it can hold the image, so that any reader can open it; TIFF for most of the other modes; and `RAW`, a form of
+our own, for what no file format gives back unchanged. TIFF files and palettes are read back and compared before they are
+sent. What travels is the picture: mode, size, pixels, palette, transparency, colour profile, EXIF. A picture loaded
 from a JPEG is sent as its pixels and never compressed by JPEG again.
 """
 
@@ -12,12 +12,14 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from ._msgpack import packb, unpackb
-from .encode_errors import Refused, kind_of
+from .encode_errors import CannotPack
+from .registry import BuiltIn, instance_of
+from .values import kind_of
 
 if TYPE_CHECKING:
     from .registry import Buffer
 
-__all__ = ["decode", "encode"]
+__all__ = ["CODECS"]
 
 RAW = "RAW"
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
@@ -27,8 +29,10 @@ _BYTES_A_PIXEL = {
     "L": 1, "P": 1, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3, "LAB": 3, "HSV": 3, "I": 4, "F": 4, "LA": 2, "PA": 2,
     "RGBX": 4, "RGBa": 4, "La": 2, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2,
 }  # fmt: skip
-_LARGE_NOTE = 1 << 16  # bytes; Pillow refuses to read profiles of a MiB back
-_LONGEST_EMPTY = 1 << 16  # Pillow allocates for each row even where there are no pixels
+MAX_SURE_PROFILE_BYTES = 1 << 16
+"""A larger colour profile is read back and compared: Pillow refuses to read profiles of a MiB."""
+MAX_EMPTY_SIDE = 1 << 16
+"""Pixels of the longer side of an image without pixels: Pillow allocates for each row even so."""
 _MAGIC = {b"\x89PNG": ("PNG",), b"II*\0": ("TIFF",), b"MM\0*": ("TIFF",)}
 # What else peers may send: formats that Pillow reads by itself. Not EPS, which it hands to another program.
 _FORMATS = (
@@ -37,13 +41,13 @@ _FORMATS = (
 )  # fmt: skip
 
 
-def encode(value: Any, pil: Any) -> list[Buffer]:
+def _encode(value: Any, pil: Any) -> list[Buffer]:
     """The body of an image, in pieces."""
     if getattr(value, "is_animated", False):
-        raise Refused(value, "it has several frames", "send value.copy() for this one, or a list of copies of all")
+        raise CannotPack(value, "it has several frames", "send value.copy() for this one, or a list of copies of all")
     limit = pil.MAX_IMAGE_PIXELS
     if limit is not None and value.width * value.height > limit:
-        raise Refused(
+        raise CannotPack(
             value,
             f"it has more than the {limit} pixels that Pillow decodes without complaint",
             "send numpy.asarray(value), or raise PIL.Image.MAX_IMAGE_PIXELS on both sides",
@@ -58,13 +62,13 @@ def encode(value: Any, pil: Any) -> list[Buffer]:
 def _kept_info(image: Any) -> dict[str, Any]:
     info: dict[str, Any] = {key: image.info[key] for key in ("icc_profile", "exif") if _is_bytes(image.info.get(key))}
     transparency = image.info.get("transparency")
-    if _is_bytes(transparency) or type(transparency) is int:
-        info["transparency"] = transparency
-    elif (
-        kind_of(transparency) is tuple and len(transparency) == 3 and all(kind_of(part) is int for part in transparency)
-    ):
+    if _is_bytes(transparency) or type(transparency) is int or _is_colour(transparency):
         info["transparency"] = transparency
     return info
+
+
+def _is_colour(value: Any) -> bool:
+    return kind_of(value) is tuple and len(value) == 3 and all(kind_of(part) is int for part in value)
 
 
 def _is_bytes(value: Any) -> bool:
@@ -73,13 +77,18 @@ def _is_bytes(value: Any) -> bool:
 
 def _file(image: Any) -> tuple[str, Buffer]:
     """Format name and file: the first form that gives the image back."""
-    mode, info = image.mode, image.info
+    mode = image.mode
+    info = image.info
     if image.width and image.height:
         if mode in _PNG_MODES:
             exif = {"exif": info["exif"]} if "exif" in info else {}
             # The wire is no archive: level 1 is several times faster than Pillow's default.
             file = _save(image, "PNG", compress_level=1, **exif)
-            sure = mode in _PNG_SURE and "transparency" not in info and len(info.get("icc_profile", b"")) < _LARGE_NOTE
+            sure = (
+                mode in _PNG_SURE
+                and "transparency" not in info
+                and len(info.get("icc_profile", b"")) < MAX_SURE_PROFILE_BYTES
+            )
             if file is not None and (sure or _same(image, file)):
                 return "PNG", file
         if mode in _TIFF_MODES and not info.keys() - {"icc_profile"}:
@@ -106,7 +115,7 @@ def _same(image: Any, file: Buffer) -> bool:
 
 
 def _picture(image: Any) -> tuple[Any, ...]:
-    """What must come back: how a palette with alpha is stored may differ, what it shows may not."""
+    """What must come back. A palette with alpha may be stored in another way, but must show the same colours."""
     shown: Any = image.info.get("transparency")
     if image.mode in ("P", "PA"):
         shown = image.convert("RGBA").tobytes()
@@ -114,15 +123,15 @@ def _picture(image: Any) -> tuple[Any, ...]:
 
 
 def _raw(image: Any) -> bytes:
-    palette_mode = palette = None
+    palette_mode = None
+    palette = None
     if image.mode in ("P", "PA") and image.getpalette():
         palette_mode = image.im.getpalettemode()
         palette = bytes(image.getpalette(palette_mode))
-    info = image.info
-    return packb([image.mode, list(image.size), palette_mode, palette, info, image.tobytes()])
+    return packb([image.mode, list(image.size), palette_mode, palette, image.info, image.tobytes()])
 
 
-def decode(body: Buffer) -> Any:
+def _decode(body: Buffer) -> Any:
     """The image of a body: loaded, and of the plain class `PIL.Image.Image`."""
     from PIL import Image
 
@@ -132,7 +141,7 @@ def decode(body: Buffer) -> Any:
     if form == RAW:
         return _open_raw(file)
     opened = _open(file)
-    if opened.format == "TIFF":  # what remains there is about the file
+    if opened.format == "TIFF":  # the rest of its info is about the file
         opened.info = {key: opened.info[key] for key in ("icc_profile",) if key in opened.info}
     assert isinstance(opened, Image.Image)
     return opened.copy()
@@ -162,12 +171,21 @@ def _open_raw(file: bytes) -> Any:
     mode, (width, height), palette_mode, palette, info, pixels = unpackb(file)
     if type(width) is not int or type(height) is not int or width < 0 or height < 0:
         raise ValueError("the size of an image is two numbers of pixels")
-    expected = (width + 7) // 8 * height if mode == "1" else width * height * _BYTES_A_PIXEL[mode]
-    if len(pixels) != expected or (not expected and max(width, height) > _LONGEST_EMPTY):
+    if mode == "1":
+        expected = (width + 7) // 8 * height
+    else:
+        expected = width * height * _BYTES_A_PIXEL[mode]
+    if len(pixels) != expected or (not expected and max(width, height) > MAX_EMPTY_SIDE):
         raise ValueError(f"mode and size ask for {expected} bytes, {len(pixels)} came")
-    image = Image.frombytes(mode, (width, height), pixels) if expected else Image.new(mode, (width, height))
+    if expected:
+        image = Image.frombytes(mode, (width, height), pixels)
+    else:
+        image = Image.new(mode, (width, height))
     if palette:
         image.putpalette(palette, palette_mode)
         image.load()
     image.info = {key: tuple(value) if kind_of(value) is list else value for key, value in info.items()}
     return image
+
+
+CODECS = (BuiltIn(3, "PIL.Image", "PIL.Image", instance_of("Image"), _encode, _decode),)

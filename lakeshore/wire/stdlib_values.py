@@ -17,8 +17,9 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 from .codec import comes_back, pack, unpack
-from .encode_errors import Refused, kind_of, type_name
-from .registry import Codec
+from .encode_errors import CannotPack
+from .registry import Codec, reserve
+from .values import kind_of, type_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +28,15 @@ __all__ = ["STDLIB"]
 
 
 def _exactly(kind: type) -> Callable[[object], bool]:
-    return lambda value: kind_of(value) is kind
+    """A `match` of a Codec: the value is of this type and of no subclass."""
+
+    def match(value: object) -> bool:
+        return kind_of(value) is kind
+
+    return match
 
 
+# datetime ------------------------------------------------------------------------------------------------------------
 # A time zone is nil, the key of a ZoneInfo, or the offset of a timezone in microseconds with its name if it has one.
 
 
@@ -40,10 +47,11 @@ def _pack_zone(value: datetime | time) -> object:
     if type(zone) is timezone:
         offset = zone.utcoffset(None)
         name = zone.tzname(None)
-        return [offset // timedelta(microseconds=1), None if name == timezone(offset).tzname(None) else name]
+        has_own_name = name != timezone(offset).tzname(None)
+        return [offset // timedelta(microseconds=1), name if has_own_name else None]
     if zone is None:
         return None
-    raise Refused(
+    raise CannotPack(
         value,
         f"its time zone is a {type_name(zone)}, which has no portable form",
         "use zoneinfo.ZoneInfo(...) or datetime.timezone, for example value.astimezone(datetime.timezone.utc)",
@@ -55,8 +63,9 @@ def _unpack_zone(zone: Any) -> tzinfo | None:
         return None
     if isinstance(zone, str):
         return ZoneInfo(zone)
-    offset, name = zone
-    return timezone(timedelta(microseconds=offset)) if name is None else timezone(timedelta(microseconds=offset), name)
+    microseconds, name = zone
+    offset = timedelta(microseconds=microseconds)
+    return timezone(offset) if name is None else timezone(offset, name)
 
 
 def _pack_datetime(value: datetime) -> bytes:
@@ -69,6 +78,14 @@ def _unpack_datetime(body: bytes) -> datetime:
     return datetime(year, month, day, hour, minute, second, microsecond, _unpack_zone(zone), fold=fold)
 
 
+def _pack_date(value: date) -> bytes:
+    return pack([value.year, value.month, value.day])
+
+
+def _unpack_date(body: bytes) -> date:
+    return date(*unpack(body))
+
+
 def _pack_time(value: time) -> bytes:
     return pack([value.hour, value.minute, value.second, value.microsecond, value.fold, _pack_zone(value)])
 
@@ -78,14 +95,68 @@ def _unpack_time(body: bytes) -> time:
     return time(hour, minute, second, microsecond, _unpack_zone(zone), fold=fold)
 
 
+def _pack_timedelta(value: timedelta) -> bytes:
+    return pack([value.days, value.seconds, value.microseconds])
+
+
+def _unpack_timedelta(body: bytes) -> timedelta:
+    return timedelta(*unpack(body))
+
+
+# Numbers, UUIDs ------------------------------------------------------------------------------------------------------
+
+
+def _pack_uuid(value: UUID) -> bytes:
+    return value.bytes
+
+
+def _unpack_uuid(body: bytes) -> UUID:
+    return UUID(bytes=body)
+
+
+def _pack_decimal(value: Decimal) -> bytes:
+    return str(value).encode("ascii")
+
+
+def _unpack_decimal(body: bytes) -> Decimal:
+    return Decimal(body.decode("ascii"))
+
+
+def _pack_complex(value: complex) -> bytes:
+    return struct.pack(">dd", value.real, value.imag)
+
+
+def _unpack_complex(body: bytes) -> complex:
+    return complex(*struct.unpack(">dd", body))
+
+
+def _pack_int(value: int) -> bytes:
+    return value.to_bytes(value.bit_length() // 8 + 1, signed=True)
+
+
+def _unpack_int(body: bytes) -> int:
+    return int.from_bytes(body, signed=True)
+
+
+# Sets ----------------------------------------------------------------------------------------------------------------
+
+
 def _pack_set(value: set[Any] | frozenset[Any]) -> bytes:
     for member in value:
         if not comes_back(member):
-            why = f"its member of type {type_name(member)} would not come back as the same member"
-            raise Refused(value, why, "send list(value)")
+            reason = f"its member of type {type_name(member)} would not come back as the same member"
+            raise CannotPack(value, reason, "send list(value)")
     # In the order of their bytes: equal sets pack to equal bytes.
     members = sorted(map(pack, value))
     return b"".join((b"\xdd", struct.pack(">I", len(members)), *members))
+
+
+def _unpack_set(body: bytes) -> set[Any]:
+    return set(_unpack_members(body))
+
+
+def _unpack_frozenset(body: bytes) -> frozenset[Any]:
+    return frozenset(_unpack_members(body))
 
 
 def _unpack_members(body: bytes) -> list[Any]:
@@ -95,14 +166,16 @@ def _unpack_members(body: bytes) -> list[Any]:
     return list(members)
 
 
-def _pack_int(value: int) -> bytes:
-    return value.to_bytes(value.bit_length() // 8 + 1, signed=True)
-
+# Paths ---------------------------------------------------------------------------------------------------------------
 
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     kind.__name__: kind
     for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
 }
+
+
+def _is_path(value: object) -> bool:
+    return type(value) in _PATHS.values()
 
 
 def _pack_path(value: pathlib.PurePath) -> bytes:
@@ -117,40 +190,19 @@ def _unpack_path(body: bytes) -> pathlib.PurePath:
     return kind(text.decode("utf-8", "surrogatepass"))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+
 STDLIB: tuple[Codec, ...] = (
     Codec(16, "datetime.datetime", _exactly(datetime), _pack_datetime, _unpack_datetime),
-    Codec(
-        17,
-        "datetime.date",
-        _exactly(date),
-        lambda value: pack([value.year, value.month, value.day]),
-        lambda body: date(*unpack(body)),
-    ),
+    Codec(17, "datetime.date", _exactly(date), _pack_date, _unpack_date),
     Codec(18, "datetime.time", _exactly(time), _pack_time, _unpack_time),
-    Codec(
-        19,
-        "datetime.timedelta",
-        _exactly(timedelta),
-        lambda value: pack([value.days, value.seconds, value.microseconds]),
-        lambda body: timedelta(*unpack(body)),
-    ),
-    Codec(20, "uuid.UUID", _exactly(UUID), lambda value: value.bytes, lambda body: UUID(bytes=body)),
-    Codec(
-        21,
-        "decimal.Decimal",
-        _exactly(Decimal),
-        lambda value: str(value).encode("ascii"),
-        lambda body: Decimal(body.decode("ascii")),
-    ),
-    Codec(22, "set", _exactly(set), _pack_set, lambda body: set(_unpack_members(body))),
-    Codec(23, "frozenset", _exactly(frozenset), _pack_set, lambda body: frozenset(_unpack_members(body))),
-    Codec(
-        24,
-        "complex",
-        _exactly(complex),
-        lambda value: struct.pack(">dd", value.real, value.imag),
-        lambda body: complex(*struct.unpack(">dd", body)),
-    ),
-    Codec(25, "int", _exactly(int), _pack_int, lambda body: int.from_bytes(body, signed=True)),
-    Codec(26, "pathlib.PurePath", lambda value: type(value) in _PATHS.values(), _pack_path, _unpack_path),
+    Codec(19, "datetime.timedelta", _exactly(timedelta), _pack_timedelta, _unpack_timedelta),
+    Codec(20, "uuid.UUID", _exactly(UUID), _pack_uuid, _unpack_uuid),
+    Codec(21, "decimal.Decimal", _exactly(Decimal), _pack_decimal, _unpack_decimal),
+    Codec(22, "set", _exactly(set), _pack_set, _unpack_set),
+    Codec(23, "frozenset", _exactly(frozenset), _pack_set, _unpack_frozenset),
+    Codec(24, "complex", _exactly(complex), _pack_complex, _unpack_complex),
+    Codec(25, "int", _exactly(int), _pack_int, _unpack_int),
+    Codec(26, "pathlib.PurePath", _is_path, _pack_path, _unpack_path),
 )
+reserve(*STDLIB)

@@ -17,7 +17,7 @@ from wire_cases import KEYS, PLAIN, as_tuple, nested, refusal, roundtrip, same
 from dreamlake.lakeshore import wire
 from dreamlake.lakeshore.errors import EncodeError, WireError
 from dreamlake.lakeshore.wire import codec
-from dreamlake.lakeshore.wire import encode_errors as refusals
+from dreamlake.lakeshore.wire.encode_errors import encode_error
 
 # --- plain values ----------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ def test_bytes_that_are_no_packed_value(blob: bytes, part: str) -> None:
 
 def test_what_is_larger_than_msgpack_can_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit of 9000 bytes in place of 4 GiB."""
-    monkeypatch.setattr(codec, "_LIMIT", 9000)
+    monkeypatch.setattr(codec, "MAX_BODY_BYTES", 9000)
     big = tuple(range(200, 5200))
     assert refusal([{"x": big}]) == (
         'cannot pack a value of type tuple at $[0]["x"]: its 14947 bytes are more than the 4 GiB of one value; '
@@ -225,7 +225,7 @@ def test_what_is_larger_than_msgpack_can_say_is_refused(monkeypatch: pytest.Monk
     )
     with pytest.raises(EncodeError, match="its 9001 bytes are more than the 4 GiB of one value; send it in parts"):
         wire.Frame(wire.FrameKind.CHUNK, 0, bytes(9001)).to_bytes()
-    error = refusals.explain(["x"], ValueError("unicode string is too large"))
+    error = encode_error(["x"], ValueError("unicode string is too large"))
     assert str(error) == (
         "cannot pack a value of type list: unicode string is too large; send it in parts of less than 4 GiB"
     )

@@ -12,7 +12,7 @@ from wire_cases import DTYPES, arrays, numpy_scalars, roundtrip, same, values
 
 from dreamlake.lakeshore import wire
 from dreamlake.lakeshore.errors import EncodeError, WireError
-from dreamlake.lakeshore.wire import numpy_values as arrays_and_scalars
+from dreamlake.lakeshore.wire.array_body import array_body
 
 
 def refusal(value: Any) -> str:
@@ -150,7 +150,7 @@ def test_arrays_of_4_GiB_are_refused() -> None:
             return 1 << 32
 
     with pytest.raises(ValueError, match="its 4294967296 bytes are more than the 4 GiB that fit"):
-        arrays_and_scalars._body("uint8", [1 << 32], Huge())
+        array_body("uint8", [1 << 32], Huge())
 
 
 def test_subclasses_of_arrays_are_refused(tmp_path: Any) -> None:
