@@ -31,7 +31,7 @@ from .shutdown import GRACE_EXPIRED
 from .timeouts import timeout_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Coroutine, Sequence
     from typing import Any
 
     from anyio.abc import TaskGroup
@@ -65,6 +65,9 @@ class ActiveClaim:
     cancelled, and the way it ends decides.
     """
 
+    add: Callable[[Any], Backpressure]
+    add_packed: Callable[[bytes], Backpressure]
+    room: Callable[[], Coroutine[Any, Any, None]]
     function = "?"
     in_thread = False
     kill_at_shutdown = False
@@ -92,19 +95,12 @@ class ActiveClaim:
     # --- for the body ---
 
     def begin(self) -> None:
-        self._writer = FrameWriter(self._plane, self.fence, self.claimed, self._group)
-
-    def add(self, value: Any) -> Backpressure:
-        assert self._writer is not None
-        return self._writer.add(value)
-
-    def add_packed(self, data: bytes) -> Backpressure:
-        assert self._writer is not None
-        return self._writer.add_packed(data)
-
-    async def room(self) -> None:
-        assert self._writer is not None
-        await self._writer.room()
+        """Open the stream. From now on values go straight to its writer: each layer between costs a call a value."""
+        writer = FrameWriter(self._plane, self.fence, self.claimed, self._group)
+        self._writer = writer
+        self.add = writer.add
+        self.add_packed = writer.add_packed
+        self.room = writer.room
 
     # --- for the worker ---
 

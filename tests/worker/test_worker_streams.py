@@ -212,7 +212,7 @@ async def test_values_larger_than_a_frame_are_cut_and_joined(
     queue: dls.Queue, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames_module, "MAX_VALUE_FRAME_BYTES", 1000)
-    monkeypatch.setattr(frames_module, "CHUNK", 400)
+    monkeypatch.setattr(frames_module, "CHUNK_BYTES", 400)
     async with running_worker(queue):
         id = await queue.submit(dls.thunk(bodies.asizes if is_async else bodies.sizes, [10, 1001, 2000, 10]))
         assert [len(value) async for value in queue.stream(id)] == [10, 1001, 2000, 10]
@@ -223,7 +223,7 @@ async def test_values_larger_than_a_frame_are_cut_and_joined(
 
 async def test_a_large_value_goes_in_appends_of_a_bounded_size(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames_module, "MAX_VALUE_FRAME_BYTES", 1000)
-    monkeypatch.setattr(frames_module, "CHUNK", 400)
+    monkeypatch.setattr(frames_module, "CHUNK_BYTES", 400)
     monkeypatch.setattr(frames_module, "MAX_BYTES_PER_PAGE", 2000)
     slow.open.set()
     queue = dls.Queue("q", dispatch=slow)
