@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -16,7 +17,7 @@ import anyio
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _PAUSE = 0.005  # seconds between two tries
 
@@ -61,43 +62,73 @@ def wait_until_sync(predicate: Callable[[], Any], timeout: float = 30.0, descrip
         time.sleep(_PAUSE)
 
 
-class EachRow:
-    """Check every row of a table in one test, and fail at the end with all that failed.
+def each_row(names: str, rows: Iterable[Any], ids: Iterable[str] | Callable[[Any], str] | None = None) -> Any:
+    """Run a test once for each row of a table, as one test that goes through all rows and reports each that failed.
 
-    with each_row() as row:
-        for name, value in TABLE:
-            with row(name):
-                assert ...
+    It is written like `pytest.mark.parametrize` and takes its place where an enumeration would make hundreds of tests;
+    two of them go through all pairs of rows. All rows share the test's fixtures.
+
+    names: the parameters, separated by commas. rows: a value for the one parameter, or a sequence of values for all.
+    ids: what the report calls the rows, or what makes that of a single value; by default they are named by their values.
     """
+    parameters = [name.strip() for name in names.split(",")]
+    table = list[tuple[str, dict[str, Any]]]()
+    given = None if ids is None or callable(ids) else list(ids)
+    for number, row in enumerate(rows):
+        values = row if len(parameters) > 1 else (row,)
+        called = ", ".join(f"{name}={value!r:.80}" for name, value in zip(parameters, values, strict=True))
+        if given is not None:
+            called = given[number]
+        table.append((called, dict(zip(parameters, values, strict=True))))
+    assert table, "the table is empty"
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.failures: list[tuple[str, BaseException]] = []
+    def over(test: Callable[..., Any]) -> Callable[..., Any]:
+        body, inner = getattr(test, "_rows", (test, [("", dict[str, Any]())]))
+        product = [(f"{a}, {b}".strip(", "), {**one, **two}) for a, one in table for b, two in inner]
 
-    @contextlib.contextmanager
-    def __call__(self, name: object) -> Iterator[None]:
-        """One row, called `name` in the report. Ending the test (Ctrl-C, cancellation, a skip) still ends it."""
-        self.count += 1
-        try:
-            yield
-        except (Exception, pytest.fail.Exception) as exc:
-            self.failures.append((name if isinstance(name, str) else repr(name), exc))
+        if inspect.iscoroutinefunction(body):
+
+            @functools.wraps(body)
+            async def run_all(**fixtures: Any) -> None:
+                with _failures(len(product)) as failed:
+                    for name, values in product:
+                        try:
+                            await body(**fixtures, **values)
+                        except _FAILURES as exc:
+                            failed.append((name, exc))
+        else:
+
+            @functools.wraps(body)
+            def run_all(**fixtures: Any) -> None:
+                with _failures(len(product)) as failed:
+                    for name, values in product:
+                        try:
+                            body(**fixtures, **values)
+                        except _FAILURES as exc:
+                            failed.append((name, exc))
+
+        signature = inspect.signature(body)
+        others = [one for name, one in signature.parameters.items() if name not in product[0][1]]
+        run_all.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        run_all._rows = (body, product)  # type: ignore[attr-defined]
+        return run_all
+
+    return over
+
+
+_FAILURES = (Exception, pytest.fail.Exception)
 
 
 @contextlib.contextmanager
-def each_row() -> Iterator[EachRow]:
-    """Give what each row of a table is checked in. Raises when the block ends: one exception with those of all rows that
-    failed; AssertionError where there was no row."""
-    rows = EachRow()
-    yield rows
-    assert rows.count, "the table is empty"
-    if rows.failures:
-        for name, exc in rows.failures:
-            exc.add_note(f"in the row {name:.500}")
-        names = "\n".join(f"- {name:.200}: {exc!r:.300}" for name, exc in rows.failures)
-        raise BaseExceptionGroup(
-            f"{len(rows.failures)} of {rows.count} rows failed:\n{names}", [exc for _, exc in rows.failures]
-        )
+def _failures(count: int) -> Iterator[list[tuple[str, BaseException]]]:
+    """Collect the rows that failed, of `count`; raise one exception with all of theirs."""
+    failed: list[tuple[str, BaseException]] = []
+    yield failed
+    if failed:
+        for name, exc in failed:
+            exc.add_note(f"in the row {name}")
+        names = "\n".join(f"- {name}: {exc!r:.300}" for name, exc in failed)
+        raise BaseExceptionGroup(f"{len(failed)} of {count} rows failed:\n{names}", [exc for _, exc in failed])
 
 
 def needs(module: str) -> Any:

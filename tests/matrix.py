@@ -109,6 +109,8 @@ NEEDS = (
     Needs("runners/test_gvisor_runner.py*", "runsc", frozenset({"arguments", "engine"})),
     Needs("runners/test_slurm_runner.py*", "slurm", frozenset({"cluster"})),
     Needs("wire/test_wire_torch.py*", "torch"),
+    Needs("wire/*_of_torch*", "torch"),
+    Needs("wire/test_wire_memory.py::test_tensors_*", "torch"),
 )
 
 

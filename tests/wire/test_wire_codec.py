@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from helpers import run_python
+from helpers import each_row, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_cases import KEYS, PLAIN, as_tuple, nested, refusal, roundtrip, same
@@ -121,8 +121,8 @@ def test_a_refusal_is_a_whole_sentence() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "part"),
+@each_row(
+    "value, part",
     [
         (Pair(1, 2), f"{__name__}.Pair at $: it is a subclass of tuple"),
         (collections.OrderedDict(a=1), "collections.OrderedDict at $: it is a subclass of dict"),
@@ -142,8 +142,8 @@ def test_R59_what_would_change_is_refused_with_the_fix(value: Any, part: str) ->
     assert part in refusal(value)
 
 
-@pytest.mark.parametrize(
-    ("value", "path"),
+@each_row(
+    "value, path",
     [
         ({"a": {"b": (1, [object()])}}, 'at $["a"]["b"][1][0]: '),
         ([1, {2: 2**70}], "at $[1][2]: "),
@@ -192,8 +192,8 @@ def test_unpack_takes_bytes_only() -> None:
             wire.unpack(data)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("blob", "part"),
+@each_row(
+    "blob, part",
     [
         (b"", "but it is empty; make the bytes with wire.pack"),
         (b"\x92\x01", "but it ends in the middle of a value after 2 bytes"),

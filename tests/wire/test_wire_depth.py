@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from helpers import run_python
+from helpers import each_row, run_python
 from wire_cases import as_tuple, nested, refusal, roundtrip, same
 
 from dreamlake.lakeshore import wire
@@ -29,9 +29,9 @@ def test_unknown_ext_codes_have_no_depth() -> None:
     assert same(value, roundtrip(value))
 
 
-@pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: {1: inner}, lambda inner: {(1,): [inner]}])
-@pytest.mark.parametrize("leaf", [0, "x", [], {}, (), (1, [2])])
-@pytest.mark.parametrize("around", [0, 1, 5])
+@each_row("wrap", [lambda inner: [inner], lambda inner: {1: inner}, lambda inner: {(1,): [inner]}])
+@each_row("leaf", [0, "x", [], {}, (), (1, [2])])
+@each_row("around", [0, 1, 5])
 def test_plain_containers_of_every_depth_come_back_or_are_refused(wrap: Any, leaf: Any, around: int) -> None:
     for levels in (*range(505, 518), *range(1018, 1030), 5000):
         value = nested(around, nested(levels, leaf, wrap), as_tuple)

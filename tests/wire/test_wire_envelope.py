@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import each_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_cases import PLAIN, same
@@ -91,8 +92,8 @@ def test_what_cannot_be_packed_is_named() -> None:
         wire.Envelope("1", REF, cfg={"x": [object()]}).to_bytes()
 
 
-@pytest.mark.parametrize(
-    ("data", "part"),
+@each_row(
+    "data, part",
     [
         (raw(v="absent"), "its version 'v' should be an integer from 1, but is None; submit with Envelope.to_bytes()"),
         (raw(v=True), "but is True"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import numpy as np
 import pytest
+from helpers import each_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_cases import PLAIN, same
@@ -66,8 +67,8 @@ def test_the_path_in_an_error_starts_at_the_body() -> None:
         Frame(FrameKind.VALUE, 0, {2}).to_bytes()
 
 
-@pytest.mark.parametrize(
-    ("obj", "part"),
+@each_row(
+    "obj, part",
     [
         (7, "got a int"),
         ([0, 0, None], "got an array of 3"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from helpers import each_row
 from PIL import Image
 from wire_cases import roundtrip, same
 
@@ -43,8 +44,8 @@ def opened(format: str, mode: str = "RGB", **options: Any) -> Image.Image:
     return Image.open(file)
 
 
-@pytest.mark.parametrize("size", [(7, 5), (1, 1), (64, 33), (0, 0), (0, 3), (4, 0)])
-@pytest.mark.parametrize("mode", MODES)
+@each_row("size", [(7, 5), (1, 1), (64, 33), (0, 0), (0, 3), (4, 0)])
+@each_row("mode", MODES)
 def test_R58_every_mode_comes_back_pixel_for_pixel(mode: str, size: tuple[int, int]) -> None:
     image = noise(mode, size) if all(size) else Image.new(mode, size)
     back = roundtrip([image])[0]
@@ -54,7 +55,7 @@ def test_R58_every_mode_comes_back_pixel_for_pixel(mode: str, size: tuple[int, i
         assert (form(image) == "PNG") == (mode in PNG)
 
 
-@pytest.mark.parametrize("mode", ["F", "I", "I;16B", "CMYK", "LAB", "YCbCr"])
+@each_row("mode", ["F", "I", "I;16B", "CMYK", "LAB", "YCbCr"])
 def test_modes_that_a_file_format_holds_can_be_opened_by_any_reader(mode: str) -> None:
     ext = msgpack.unpackb(wire.pack(noise(mode)))
     name, file = msgpack.unpackb(ext.data)
@@ -67,8 +68,8 @@ def test_in_memory_images_compare_equal() -> None:
         assert roundtrip(noise(mode)) == noise(mode)
 
 
-@pytest.mark.parametrize("options", [{"quality": 30}, {"quality": 95, "subsampling": 0}, {"progressive": True}])
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@each_row("options", [{"quality": 30}, {"quality": 95, "subsampling": 0}, {"progressive": True}])
+@each_row("mode", ["RGB", "L", "CMYK"])
 def test_R58_a_loaded_jpeg_is_never_compressed_again(mode: str, options: Any) -> None:
     image = opened("JPEG", mode, **options)
     for _ in range(3):
@@ -78,9 +79,7 @@ def test_R58_a_loaded_jpeg_is_never_compressed_again(mode: str, options: Any) ->
     assert form(opened("JPEG", mode)) == ("PNG" if mode in PNG else "TIFF")
 
 
-@pytest.mark.parametrize(
-    ("format", "mode"), [("WEBP", "RGB"), ("GIF", "P"), ("BMP", "RGB"), ("TIFF", "F"), ("PPM", "L")]
-)
+@each_row("format, mode", [("WEBP", "RGB"), ("GIF", "P"), ("BMP", "RGB"), ("TIFF", "F"), ("PPM", "L")])
 def test_images_loaded_from_files(format: str, mode: str) -> None:
     image = opened(format, mode)
     assert same(image, roundtrip(image))
@@ -101,12 +100,10 @@ def test_a_tiff_compressed_with_loss_is_not_compressed_so_again() -> None:
     assert same(image, roundtrip(image))
 
 
-@pytest.mark.parametrize(
-    "palette", [(b"", None), (bytes(range(9)), "RGB"), (bytes(768), "RGB"), (bytes(range(40)), "RGBA")], ids=str
-)
-@pytest.mark.parametrize("transparency", [None, 0, 2, 200, b"\x00\x10\xff", b"\xff\x00", bytes(256)])
-@pytest.mark.parametrize("pixels", [bytes(4), bytes([0, 1, 2, 1]), bytes([0, 9, 255, 3])])
-@pytest.mark.parametrize("mode", ["P", "PA"])
+@each_row("palette", [(b"", None), (bytes(range(9)), "RGB"), (bytes(768), "RGB"), (bytes(range(40)), "RGBA")], ids=str)
+@each_row("transparency", [None, 0, 2, 200, b"\x00\x10\xff", b"\xff\x00", bytes(256)])
+@each_row("pixels", [bytes(4), bytes([0, 1, 2, 1]), bytes([0, 9, 255, 3])])
+@each_row("mode", ["P", "PA"])
 def test_palettes_and_transparency(mode: str, palette: Any, transparency: Any, pixels: bytes) -> None:
     image = Image.frombytes(mode, (2, 2), pixels if mode == "P" else pixels * 2)
     if palette[0]:
@@ -127,7 +124,7 @@ def test_quantized_images() -> None:
             assert form(image) == "PNG"
 
 
-@pytest.mark.parametrize(("mode", "colour"), [("L", 7), ("RGB", (1, 2, 3)), ("1", 255), ("I;16", 300)])
+@each_row("mode, colour", [("L", 7), ("RGB", (1, 2, 3)), ("1", 255), ("I;16", 300)])
 def test_transparent_colours(mode: str, colour: Any) -> None:
     image = noise(mode)
     image.info["transparency"] = colour
@@ -215,7 +212,7 @@ def raw(mode: Any = "L", size: Any = (2, 2), palette_mode: Any = None, palette: 
     return bytes(msgpack.packb([mode, size, palette_mode, palette, {} if info is None else info, b"abcd"]))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "body",
     [
         [],

@@ -7,6 +7,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from helpers import each_row
 from hypothesis import given, settings
 from wire_cases import DTYPES, arrays, numpy_scalars, roundtrip, same, values
 
@@ -44,8 +45,8 @@ def test_any_value_comes_back_exactly(value: Any) -> None:
     assert same(value, roundtrip(value))
 
 
-@pytest.mark.parametrize("size", [0, 1, 255, 256, 4095, 4096, 4097, 65535, 65536, 70000, 1 << 20])
-@pytest.mark.parametrize("wrap", [lambda a: a, lambda a: [a, a], lambda a: {"x": (a, [a]), "y": 1}])
+@each_row("size", [0, 1, 255, 256, 4095, 4096, 4097, 65535, 65536, 70000, 1 << 20])
+@each_row("wrap", [lambda a: a, lambda a: [a, a], lambda a: {"x": (a, [a]), "y": 1}])
 def test_arrays_of_every_size_in_every_place(size: int, wrap: Any) -> None:
     array = np.arange(size, dtype=np.uint8)
     assert same(wrap(array), roundtrip(wrap(array)))
@@ -64,8 +65,8 @@ def test_R56_a_decoded_array_can_be_written_to() -> None:
     buffer.extend(b"nothing of the result holds the buffer")
 
 
-@pytest.mark.parametrize("size", [1, 6000])
-@pytest.mark.parametrize(
+@each_row("size", [1, 6000])
+@each_row(
     "dtype",
     [
         np.dtype([("a", "i1"), ("b", "f8"), ("c", "i2", (2,))], align=True),
@@ -237,8 +238,8 @@ def test_subclasses_of_scalars_are_refused() -> None:
 # --- hostile bodies --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape", "data"),
+@each_row(
+    "dtype, shape, data",
     [
         ("uint8", [3], b"ab"),  # lies about its length
         ("uint8", [2**62], b"ab"),
@@ -285,7 +286,7 @@ def test_subclasses_of_scalars_are_refused() -> None:
         ("datetime64[99999999999999999999s]", [1], b"\0" * 8),
     ],
 )
-@pytest.mark.parametrize("padding", [b"", b"x" * 5000])
+@each_row("padding", [b"", b"x" * 5000])
 def test_lying_array_bodies_are_wire_errors(dtype: Any, shape: Any, data: Any, padding: bytes) -> None:
     if isinstance(data, bytes):
         data += padding
@@ -294,7 +295,7 @@ def test_lying_array_bodies_are_wire_errors(dtype: Any, shape: Any, data: Any, p
             wire.unpack(blob)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "body",
     [["uint8", [2]], ["uint8", [2], "x" * 9000], ["uint8", [2], b"ab", b"x" * 9000], {"x": b"x" * 9000}, "x" * 9000],
 )
@@ -303,7 +304,7 @@ def test_bodies_of_another_shape_are_wire_errors(body: Any) -> None:
         wire.unpack(bytes(msgpack.packb(msgpack.ExtType(1, msgpack.packb(body)))))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "body",
     [
         [],

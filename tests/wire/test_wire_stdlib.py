@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 import msgpack
 import numpy as np
 import pytest
+from helpers import each_row
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wire_cases import roundtrip
@@ -79,13 +80,13 @@ def same_zone(a: tzinfo | None, b: tzinfo | None) -> bool:
 
 
 @pytest.mark.usefixtures("stdlib")
-@pytest.mark.parametrize("value", VALUES, ids=NAMES)
+@each_row("value", VALUES, ids=NAMES)
 def test_R59_registered_each_comes_back(value: Any) -> None:
     assert same(value, roundtrip(value))
     assert same(value, roundtrip([({"k": value},)])[0][0]["k"])
 
 
-@pytest.mark.parametrize("value", VALUES, ids=NAMES)
+@each_row("value", VALUES, ids=NAMES)
 def test_R59_unregistered_each_is_refused_and_the_set_is_named(value: Any) -> None:
     with pytest.raises(EncodeError) as caught:
         wire.pack([value])
@@ -188,8 +189,8 @@ def test_registering_the_set_again_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("stdlib")
-@pytest.mark.parametrize(
-    ("code", "body"),
+@each_row(
+    "code, body",
     [
         (16, [2024, 13, 1, 0, 0, 0, 0, 0, None]),
         (16, [2024, 1, 1]),
