@@ -1,11 +1,11 @@
-"""The error tree: whose fault it is, and a sentence that says what was expected, what came, where, and the fix.
+"""The errors of this package. The message of each names what was expected, what came, where, and how to fix it.
 
 LakeshoreError
-├─ EncodeError(TypeError)             a value that no codec takes
-├─ WireError(ValueError)              bytes that are not what they should be
-├─ TransportError(RuntimeError)       a function that cannot cross, or that a gate refused
-├─ KeyContractError(ValueError)       a key of dls.run
-└─ DispatchError(RuntimeError)
+├─ EncodeError(TypeError)             a value that cannot be packed
+├─ WireError(ValueError)              bytes or fields that are not in the expected form
+├─ TransportError(RuntimeError)       a function that cannot be sent to a worker, or that a worker refused
+├─ KeyContractError(ValueError)       a key of dls.run that breaks the rules
+└─ DispatchError(RuntimeError)        an invocation, or the plane that holds it
    ├─ InvocationNotFound(LookupError)  ├─ ClaimLost
    ├─ PlaneUnavailable(ConnectionError)  ├─ NotAuthorized(PermissionError)
    ├─ InvocationFailed -> InvocationKilled, InvocationTimedOut
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class LakeshoreError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error that this package raises on purpose."""
 
 
 class EncodeError(LakeshoreError, TypeError):
@@ -46,19 +46,19 @@ class EncodeError(LakeshoreError, TypeError):
 
 
 class WireError(LakeshoreError, ValueError):
-    """Bytes that are not what they should be: malformed, cut short, trailing, too deep or too large."""
+    """Bytes or fields that are not in the expected form: malformed, cut short, trailing, too deep or too large."""
 
 
 class TransportError(LakeshoreError, RuntimeError):
-    """A function that cannot cross to a worker, or that a worker's gate refused."""
+    """A function that cannot be sent to a worker, or that a worker refused to run."""
 
 
 class KeyContractError(LakeshoreError, ValueError):
-    """A key given to `dls.run` that breaks the key rules, or a written key that the function did not return."""
+    """A key given to `dls.run` breaks the key rules, or the function wrote a key that it did not return."""
 
 
 class DispatchError(LakeshoreError, RuntimeError):
-    """Something about an invocation or the plane that holds it."""
+    """An operation on an invocation, or on the plane that holds it, failed. Base of the more precise ones."""
 
 
 class InvocationNotFound(DispatchError, LookupError):
@@ -76,34 +76,46 @@ class InvocationNotFound(DispatchError, LookupError):
 
 
 class ClaimLost(DispatchError):
-    """The invocation is no longer this claim's: it was given back, taken over, or ended by somebody else."""
+    """The claim does not hold its invocation any more: that was released, claimed by another worker, or ended."""
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(id, reason)
-        self.id, self.reason = id, reason
+        self.id = id
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"the claim on invocation {self.id!r} is lost: {self.reason}; drop this attempt's work"
 
 
 class PlaneUnavailable(DispatchError, ConnectionError):
-    """The plane did not answer: it may be down, locked, closed, or out of reach. The operation can be repeated."""
+    """The plane did not answer: it is down, locked, closed, or out of reach. The operation can be repeated."""
 
 
 class NotAuthorized(DispatchError, PermissionError):
-    """The plane refused the caller: no token, a wrong one, or one without the role or namespace asked for."""
+    """The plane refused the request: no token, a wrong one, or one without the role or namespace that it needs."""
 
 
 class InvocationFailed(DispatchError):
-    """The invocation ended otherwise than `succeeded`.
+    """The invocation ended in another state than `succeeded`.
 
-    `.id .state .type .message .traceback` say what the worker reported; the remote traceback is also a note of the
-    exception. When the remote type is a well-known builtin the error is an instance of that class too.
+    When the remote error is of a well-known builtin class, this error is an instance of that class too. The remote
+    traceback is also a note of the exception.
+
+    Attributes:
+        id: The invocation.
+        state: How it ended: `failed`, `killed` or `timeout`.
+        type: The class of the remote error.
+        message: Its message.
+        traceback: Its traceback, if the worker reported one.
     """
 
     def __init__(self, id: str, state: str, type: str, message: str, traceback: str | None = None) -> None:
         super().__init__(id, state, type, message, traceback)
-        self.id, self.state, self.type, self.message, self.traceback = id, state, type, message, traceback
+        self.id = id
+        self.state = state
+        self.type = type
+        self.message = message
+        self.traceback = traceback
         if traceback:
             self.add_note(f"remote traceback:\n{traceback.rstrip()}")
 
@@ -120,18 +132,22 @@ class InvocationKilled(InvocationFailed):
 
 
 class InvocationTimedOut(InvocationFailed):
-    """The body ran longer than its worker's timeout. Not a TimeoutError: that one means your own wait ended."""
+    """The body ran longer than its worker's timeout. A TimeoutError, in contrast, means that the caller's wait ended."""
 
 
 class StreamRestarted(DispatchError):
     """The body of a stream was started again after some of its items had been delivered.
 
-    `.seq` is the cursor to go on from (`since=seq`) to read the new attempt only; `.attempt` is its number.
+    Attributes:
+        seq: Where to read on (`since=seq`) to get the items of the new attempt only.
+        attempt: The number of the new attempt.
     """
 
     def __init__(self, id: str, seq: int, attempt: int) -> None:
         super().__init__(id, seq, attempt)
-        self.id, self.seq, self.attempt = id, seq, attempt
+        self.id = id
+        self.seq = seq
+        self.attempt = attempt
 
     def __str__(self) -> str:
         return (
@@ -141,7 +157,6 @@ class StreamRestarted(DispatchError):
         )
 
 
-# The remote types that callers may catch by their own name. A fixed list: the name comes from another process.
 _BUILTINS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
@@ -150,11 +165,13 @@ _BUILTINS: dict[str, type[Exception]] = {
         OSError, FileNotFoundError, PermissionError,
     )
 }  # fmt: skip
+"""The remote classes that callers may catch by their own name. A fixed list: the name comes from another process."""
 _CLASS_FIRST = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Z]\w*): ?(.*)", re.ASCII | re.DOTALL)
+"""A message that begins with the class of the error."""
 _BY_STATE = {"killed": InvocationKilled, "timeout": InvocationTimedOut}
 
 
-@cache
+@cache  # or each failure would make a class of its own
 def _failed_class(base: type[InvocationFailed], remote: str) -> type[InvocationFailed]:
     builtin = _BUILTINS.get(remote)
     if builtin is None or issubclass(base, builtin):
@@ -163,11 +180,20 @@ def _failed_class(base: type[InvocationFailed], remote: str) -> type[InvocationF
 
 
 def invocation_failed(id: str, state: str, type: str, message: str, traceback: str | None = None) -> InvocationFailed:
-    """The error for an invocation that ended in `state`, of the remote builtin class too where that is a known one.
+    """The error for an invocation that ended in `state`.
 
-    Workers of an older kind call every error a WorkerError, and begin its message with the real class.
+    Args:
+        id: The invocation.
+        state: How it ended.
+        type: The class of the remote error. A well-known builtin class becomes a base of the error. Older workers report
+            `WorkerError` for every error, and begin the message with the real class.
+        message: Its message.
+        traceback: Its traceback.
     """
-    if type == "WorkerError" and (said := _CLASS_FIRST.fullmatch(message)) is not None:
-        type, message = said[1], said[2]
+    if type == "WorkerError":
+        found = _CLASS_FIRST.fullmatch(message)
+        if found is not None:
+            type = found[1]
+            message = found[2]
     cls = _failed_class(_BY_STATE.get(state, InvocationFailed), type if type in _BUILTINS else "")
     return cls(id, state, type, message, traceback)

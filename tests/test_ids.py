@@ -1,4 +1,4 @@
-"""Ids: ULIDs of our own, and the pattern that every id keeps to."""
+"""Ids: new ones are ULIDs, and every one matches the pattern."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_an_id_of_the_pattern_passes(id: str) -> None:
     ("id", "shown"),
     [("", "''"), ("a/b", "'a/b'"), ("..", "'..'"), ("a\n", "'a\\n'"), ("é", "'é'"), ("x" * 65, "'xxx"), (7, "a int")],
 )
-def test_another_is_refused(id: object, shown: str) -> None:
+def test_any_other_id_is_an_error(id: object, shown: str) -> None:
     with pytest.raises(WireError) as caught:
         check_id(id)
     assert f"expected an invocation id of 1 to 64 letters, digits, '_' or '-', got {shown}" in str(caught.value)
 
 
 @given(st.text(max_size=70))
-def test_what_passes_is_a_plain_file_name(id: str) -> None:
+def test_every_id_that_passes_is_a_plain_file_name(id: str) -> None:
     try:
         assert os.path.basename(check_id(id)) == id.strip(". \n") != ""
     except WireError:

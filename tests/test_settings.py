@@ -9,7 +9,7 @@ import pytest
 from dreamlake.lakeshore.settings import read_settings
 
 
-def test_what_is_not_said() -> None:
+def test_the_defaults() -> None:
     for env in (
         {},
         {f"LAKESHORE_{name}": "" for name in ("URL", "CLIENT_TOKEN", "NAMESPACE", "HOME", "ROOT", "QUEUE")},
@@ -23,7 +23,7 @@ def test_what_is_not_said() -> None:
         )
 
 
-def test_what_is_said() -> None:
+def test_variables_replace_the_defaults() -> None:
     settings = read_settings({"LAKESHORE_NAMESPACE": "team", "LAKESHORE_URL": "http://h:1", "LAKESHORE_HOME": "~/h"})
     assert (settings.namespace, settings.url, settings.home) == ("team", "http://h:1", Path.home() / "h")
 
