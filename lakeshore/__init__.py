@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .client.queue import Queue as Queue
     from .client.queue import default_dispatch as default_dispatch
     from .client.sync_queue import SyncQueue as SyncQueue
+    from .client.thunk import Thunk as Thunk
+    from .client.thunk import thunk as thunk
     from .client.udf import UDF as UDF
     from .client.udf import udf as udf
     from .errors import ClaimLost as ClaimLost
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from .errors import StreamRestarted as StreamRestarted
     from .errors import TransportError as TransportError
     from .errors import WireError as WireError
-    from .functions.serialize import Thunk as Thunk
-    from .functions.serialize import thunk as thunk
     from .planes.http.store import HttpDispatch as HttpDispatch
     from .planes.mongo.store import MongoDispatch as MongoDispatch
     from .planes.sqlite.store import Dispatch as Dispatch
@@ -66,13 +66,13 @@ _HOMES = dict.fromkeys(_ERRORS, ".errors") | {
     "MongoDispatch": ".planes.mongo.store",
     "Queue": ".client.queue",
     "SyncQueue": ".client.sync_queue",
-    "Thunk": ".functions.serialize",
+    "Thunk": ".client.thunk",
     "UDF": ".client.udf",
     "default_dispatch": ".client.queue",
     "run": ".body.context",
     "run_worker": ".worker.loop",
     "scope": ".body.context",
-    "thunk": ".functions.serialize",
+    "thunk": ".client.thunk",
     "udf": ".client.udf",
     "wire": ".wire",
 }

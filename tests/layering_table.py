@@ -59,12 +59,12 @@ LATE = {
     ("client.queue", "planes.http.store"): "a program uses one kind of plane, and loads one driver",
     ("client.queue", "planes.sqlite.store"): "a program uses one kind of plane, and loads one driver",
     ("client.queue", "client.sync_queue"): "mended next",
+    ("client.thunk", "wire"): "making a Thunk loads no codec",
     ("client.udf", "client.queue"): "a local call loads no event loop and no driver",
     ("client.udf", "client.streams"): "a local call loads no event loop and no driver",
     ("client.udf", "client.sync_queue"): "a local call loads no event loop and no driver",
-    ("functions.resolve", "functions.pickles"): "cloudpickle is loaded by who needs it",
-    ("functions.serialize", "functions.pickles"): "cloudpickle is loaded by who needs it",
-    ("functions.serialize", "wire"): "a local call loads no codec",
+    ("functions.resolve", "functions.pickles"): "only those who pickle functions load cloudpickle",
+    ("functions.serialize", "functions.pickles"): "only those who pickle functions load cloudpickle",
     ("planes.mongo.store", "planes.mongo.redis_news"): "redis is optional",
     ("server", "server.app"): "the package's name is there without its extra",
     ("wire", "wire.stdlib_values"): "decimal, uuid and zoneinfo are loaded by programs that use STDLIB",
@@ -72,7 +72,5 @@ LATE = {
 
 DEBTS = {
     # Imports that still climb or go round in a circle. To be emptied; nothing may be added.
-    ("functions.serialize", "body.call"),
-    ("functions.serialize", "body.context"),
     ("client.queue", "client.sync_queue"),
 }

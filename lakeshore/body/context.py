@@ -1,7 +1,7 @@
-"""Where a function's keys lead: `dls.scope`, `dls.run`, and the record of the call that is running.
+"""The context of the running code: `dls.scope`, `dls.run`, and the `BodyContext` of a running body.
 
-All of it hangs on one context variable that holds one immutable record. Tasks and anyio's worker threads inherit it;
-a thread of one's own inherits it through `contextvars.copy_context().run`.
+One context variable holds one immutable record. Tasks and anyio's worker threads inherit it; a thread that a function
+starts itself inherits it through `contextvars.copy_context().run`.
 """
 
 from __future__ import annotations
@@ -18,40 +18,60 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Awaitable, Callable, Generator, Mapping
 
-__all__ = ["Call", "Current", "Run", "call_scope", "current_invocation", "invocation_scope", "run", "scope"]
+__all__ = [
+    "BodyContext",
+    "ContextRecord",
+    "Run",
+    "current_context",
+    "current_invocation",
+    "invocation_context",
+    "local_context",
+    "run",
+    "scope",
+]
 
 T = TypeVar("T")
 K = TypeVar("K")
 
 
-class Current(NamedTuple):
-    """What `dls.run` reads. `root` None: the current folder, looked up at each use; `ledger` None: outside any call."""
+class ContextRecord(NamedTuple):  # a tuple: one is made for every call and scope
+    """What `dls.run` reads."""
 
     root: Path | None = None
+    """The folder of all keys; None: the current folder, looked up at each use."""
     prefix: str = ""
+    """What keys are read below."""
     invocation_id: str | None = None
     attempt: int | None = None
     ledger: Ledger | None = None
-    around: Current | None = None  # the record of the scope around this one, within the same call
+    """The keys that the call wrote; None outside any call."""
+    around: ContextRecord | None = None
+    """The record of the scope around this one, within the same call."""
 
 
-_current: ContextVar[Current] = ContextVar("dreamlake.lakeshore.body.context", default=Current())  # noqa: B039 -- immutable
+_current: ContextVar[ContextRecord] = ContextVar("dreamlake.lakeshore.body.context", default=ContextRecord())  # noqa: B039 -- immutable
 
 
-def _restore(mine: Current, outer: Current) -> Current | None:
-    """Leave `mine`, or what was entered inside it, for `outer`, and give what was left.
+def _restore(mine: ContextRecord, outer: ContextRecord) -> ContextRecord | None:
+    """Put `outer` in force again in place of `mine`, or of a scope that was entered inside it; return what was in force.
 
-    None when something else is in force: then this is not where `mine` was entered, but an abandoned generator or
-    coroutine being closed in the middle of other code, by the garbage collector perhaps, and nothing is touched. Tokens
-    cannot tell: a generator may leave a scope in another context than it entered it in, or be collected in the same.
+    None when something else is in force. Then an abandoned generator or coroutine is being closed in the middle of other
+    code, perhaps by the garbage collector, and nothing changes. Tokens of the context variable cannot tell the two apart:
+    a generator may exit a scope in another context than the one it entered it in, or be collected in the same one.
     """
-    now = one = _current.get()
-    while one is not mine:
-        if one.around is None:
+    in_force = _current.get()
+    record = in_force
+    while record is not mine:
+        if record.around is None:
             return None
-        one = one.around
+        record = record.around
     _current.set(outer)
-    return now
+    return in_force
+
+
+def current_context() -> ContextRecord:
+    """The record that is in force here."""
+    return _current.get()
 
 
 def current_invocation() -> str | None:
@@ -61,10 +81,19 @@ def current_invocation() -> str | None:
 
 @contextmanager
 def scope(sub: str = "", *, root: str | os.PathLike[str] | None = None) -> Generator[Run]:
-    """Within the block keys are read below `sub`, itself read below the prefix around it; and below `root`, if given.
+    """Within the block, read keys below a longer prefix, and below another root.
 
-    Gives `dls.run`. Scopes nest, and leaving one restores what was before, also after an exception. A relative `root`
-    is taken from the current folder at once. Raises KeyContractError when `sub` is no key or climbs out of the root.
+    Scopes nest. The end of the block restores what was in force before, also after an exception.
+
+    Args:
+        sub: A key, itself read below the prefix around the block.
+        root: The folder of all keys; None: as around the block. A relative one is taken from the current folder at once.
+
+    Returns:
+        A context manager that gives `dls.run`.
+
+    Raises:
+        KeyContractError: `sub` is not a key, or climbs out of the root.
     """
     outer = _current.get()
     base = outer.root if root is None else Path(root).absolute()
@@ -77,9 +106,9 @@ def scope(sub: str = "", *, root: str | os.PathLike[str] | None = None) -> Gener
 
 
 class Run:
-    """The surroundings of the running code: which keys it sees, and as which invocation it runs.
+    """The context of the running code: where its keys lead, and as which invocation it runs.
 
-    Outside any scope and invocation the prefix is '' and the root the current folder.
+    Outside any scope and invocation the prefix is '' and the root is the current folder.
     """
 
     __slots__ = ()
@@ -91,7 +120,7 @@ class Run:
 
     @property
     def prefix(self) -> str:
-        """What keys are read below, seen from the root; '' is the root itself."""
+        """The prefix of all keys, seen from the root; '' is the root itself."""
         return _current.get().prefix
 
     @property
@@ -105,9 +134,10 @@ class Run:
         return _current.get().attempt
 
     def read(self, key: str) -> Path:
-        """The path of what is there under `key`.
+        """Return the path of an existing key.
 
-        Raises KeyContractError when nothing is, when `key` is no key, or when it leads out of the root.
+        Raises:
+            KeyContractError: Nothing exists under `key`, it is not a key, or it leads out of the root.
         """
         path = resolve(self.root, self.prefix, key)
         if not path.exists():
@@ -118,16 +148,22 @@ class Run:
         return path
 
     def write(self, key: str, dir: bool = False) -> Path:
-        """The path to write `key` to; makes the folders above it, with `dir` also the folder itself.
+        """Return the path to write a key to, and make the folders above it. The function must return the key.
 
-        The function must return the key. Raises KeyContractError when `key` is no key or leads out of the root, OSError
-        when a folder cannot be made.
+        Args:
+            key: The key.
+            dir: The key is a folder, which is made too.
+
+        Raises:
+            KeyContractError: `key` is not a key, or leads out of the root.
+            OSError: A folder cannot be made.
         """
-        now = _current.get()
-        path = resolve(self.root, now.prefix, key)
-        (path if dir else path.parent).mkdir(parents=True, exist_ok=True)
-        if now.ledger is not None:
-            now.ledger.record(normalise_key(key), join_prefix(now.prefix, key))
+        here = _current.get()
+        path = resolve(self.root, here.prefix, key)
+        folder = path if dir else path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if here.ledger is not None:
+            here.ledger.record(normalise_key(key), join_prefix(here.prefix, key))
         return path
 
     @overload
@@ -141,8 +177,8 @@ class Run:
     @overload
     def read_all(self, keys: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any: ...
     def read_all(self, keys: Any) -> Any:
-        """`read` for each key of a str, list, tuple or dict (its values), at any depth; paths in the same shape."""
-        return _mirrored(self.read, keys)
+        """`read` each key of a str, list, tuple or dict (its values), at any depth; return the paths in the same shape."""
+        return _map_keys(self.read, keys)
 
     @overload
     def write_all(self, keys: str) -> Path: ...
@@ -155,41 +191,43 @@ class Run:
     @overload
     def write_all(self, keys: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any: ...
     def write_all(self, keys: Any) -> Any:
-        """`write` for each key of a str, list, tuple or dict (its values), at any depth; paths in the same shape."""
-        return _mirrored(self.write, keys)
+        """`write` each key of a str, list, tuple or dict (its values), at any depth; return the paths in the same shape."""
+        return _map_keys(self.write, keys)
 
     def __repr__(self) -> str:
         return f"<dls.run prefix={self.prefix!r} root={str(self.root)!r} invocation_id={self.invocation_id!r}>"
 
 
-def _mirrored(one: Callable[[str], Path], keys: Any) -> Any:
+def _map_keys(path_of: Callable[[str], Path], keys: Any) -> Any:
     if isinstance(keys, dict):
-        return {name: _mirrored(one, key) for name, key in cast("Mapping[Any, Any]", keys).items()}
+        return {name: _map_keys(path_of, key) for name, key in cast("Mapping[Any, Any]", keys).items()}
     if isinstance(keys, (list, tuple)):
-        paths = [_mirrored(one, key) for key in cast("list[Any]", keys)]
+        paths = [_map_keys(path_of, key) for key in cast("list[Any]", keys)]
         return tuple(paths) if isinstance(keys, tuple) else paths
-    return one(keys)
+    return path_of(keys)
 
 
 run = Run()
 
 
-class Call:
-    """The surroundings of one running body: its record, in force only while a step of the body runs, and its ledger.
+class BodyContext:
+    """The context of one running body: its record, which is in force only while a step of the body runs, and its ledger.
 
-    A `def` or `async def` body is one step, a generator body one for each item. Between two steps the caller has its
-    own record back, and the next step finds the one that the body left, an inner `dls.scope` included.
+    A `def` or `async def` body is one step, a generator body is one step for each item. Between two steps the caller's
+    record is in force. The next step restores the record with which the body ended the last one, an inner `dls.scope`
+    included.
     """
 
     __slots__ = ("_base", "_inner", "_ledger", "_returned")
 
     def __init__(self, root: Path | None, prefix: str, invocation_id: str | None, attempt: int | None) -> None:
         self._ledger = Ledger()
-        self._base = self._inner = Current(root, prefix, invocation_id, attempt, self._ledger)
+        self._base = ContextRecord(root, prefix, invocation_id, attempt, self._ledger)
+        self._inner = self._base
         self._returned = ReturnedKeys(self._ledger, prefix)
 
     def step(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """`fn(*args, **kwargs)` inside this call's surroundings."""
+        """Call `fn(*args, **kwargs)` inside this context."""
         outer = _current.get()
         _current.set(self._inner)
         try:
@@ -198,7 +236,7 @@ class Call:
             self._inner = _restore(self._base, outer) or self._inner
 
     async def astep(self, fn: Callable[..., Awaitable[T]], /, *args: Any, **kwargs: Any) -> T:
-        """`await fn(*args, **kwargs)` inside this call's surroundings; cancelling it cancels what it awaits."""
+        """Await `fn(*args, **kwargs)` inside this context; cancelling it cancels what it awaits."""
         outer = _current.get()
         _current.set(self._inner)
         try:
@@ -206,32 +244,34 @@ class Call:
         finally:
             self._inner = _restore(self._base, outer) or self._inner
 
-    def see(self, item: object) -> None:
-        """Take note of one yielded item."""
-        self._returned.see(item)
+    def add_yielded(self, item: object) -> None:
+        """Record one yielded item."""
+        self._returned.add(item)
 
-    def check(self, fn: object) -> None:
-        """The end of a completed generator body `fn`: KeyContractError when a key that it wrote was in no item."""
-        self._returned.check(_named(fn), "yield")
+    def check_yielded(self, fn: object) -> None:
+        """Raise KeyContractError when the completed generator body `fn` wrote a key that no item holds."""
+        self._returned.check(_name_of(fn), "yield")
 
     def check_value(self, value: object, fn: object) -> None:
-        """The end of a completed `def` or `async def` body: the same for the value that it returned."""
-        if self._ledger:  # without a written key there is nothing to look for in it
-            self._returned.see(value)
-            self._returned.check(_named(fn))
+        """Raise KeyContractError when the completed body `fn` wrote a key that the value it returned does not hold."""
+        if self._ledger:  # a body that wrote no key need not be searched for keys
+            self._returned.add(value)
+            self._returned.check(_name_of(fn))
 
 
-def _named(fn: object) -> str:
+def _name_of(fn: object) -> str:
     return f"function {getattr(fn, '__qualname__', None) or type(fn).__qualname__!r}"
 
 
-def call_scope() -> Call:
-    """The surroundings of one local call: those of the caller, with a ledger of its own."""
-    now = _current.get()
-    return Call(now.root, now.prefix, now.invocation_id, now.attempt)
+def local_context() -> BodyContext:
+    """The context of one local call: that of the caller, with a ledger of its own."""
+    here = _current.get()
+    return BodyContext(here.root, here.prefix, here.invocation_id, here.attempt)
 
 
-def invocation_scope(root: str | os.PathLike[str], prefix: str, invocation_id: str | None, attempt: int | None) -> Call:
-    """The surroundings of one invocation's body. KeyContractError when `prefix`, which came from afar, is no key."""
+def invocation_context(
+    root: str | os.PathLike[str], prefix: str, invocation_id: str | None, attempt: int | None
+) -> BodyContext:
+    """The context of one invocation's body. Raises KeyContractError when `prefix`, which was submitted, is not a key."""
     base = root if isinstance(root, Path) and root.is_absolute() else Path(root).absolute()
-    return Call(base, join_prefix("", prefix), invocation_id, attempt)
+    return BodyContext(base, join_prefix("", prefix), invocation_id, attempt)

@@ -27,7 +27,7 @@ from ..functions.serialize import is_udf
 from ..planes.contract.records import Failure
 from ..wire import Envelope, pack
 from .call import BodyKind, body_kind, run_body
-from .context import Call, invocation_scope
+from .context import BodyContext, invocation_context
 from .keys import Manifest
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class BodySettings:
 
 
 class _Body(NamedTuple):
-    call: Call
+    call: BodyContext
     fn: Callable[..., Any]
     kind: BodyKind
     args: list[Any]
@@ -233,7 +233,7 @@ def _prepare(envelope: Envelope, settings: BodySettings, id: str, attempt: int, 
         )
         fn = target.__wrapped__ if is_udf(target) else target
         args, kwargs = envelope.arguments()
-        call = invocation_scope(settings.root, envelope.prefix or prefix, id, attempt)
+        call = invocation_context(settings.root, envelope.prefix or prefix, id, attempt)
         return _Body(call, fn, body_kind(fn), args, kwargs)
     except BaseException as exc:  # codecs and modules are the user's, and may raise anything
         return failed_permanently(exc)
@@ -261,7 +261,7 @@ def _run_gen(body: _Body, sink: ValueSink) -> BodyOutcome:
         items = body.run()
         try:
             for item in items:
-                manifest.see(item)
+                manifest.add(item)
                 if _give(body, sink, item) is Backpressure.WAIT:
                     anyio.from_thread.run(sink.room)
         finally:
@@ -277,7 +277,7 @@ async def _run_asyncgen(body: _Body, sink: ValueSink) -> BodyOutcome:
         items = body.run()
         try:
             async for item in items:
-                manifest.see(item)
+                manifest.add(item)
                 if _give(body, sink, item) is not Backpressure.NONE:
                     await sink.room()
         finally:

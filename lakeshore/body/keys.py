@@ -1,7 +1,7 @@
-"""Keys: plain relative strings that name files under a root, and the rule that written keys are returned.
+"""Keys: plain relative strings that name files under a root, and the rule that a function returns the keys it writes.
 
-A key is read below a prefix (`dls.scope`), and the prefix below a root: a folder of this machine that no key names.
-`..` may climb out of the prefix, never out of the root, neither by its spelling nor through a symbolic link.
+A key is read below a prefix (`dls.scope`), and the prefix below a root, which is a folder of this machine that no key
+names. `..` may climb out of the prefix, but never out of the root: neither by its spelling nor through a symbolic link.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Ledger", "Manifest", "ReturnedKeys", "check_returned", "join_prefix", "normalise_key", "resolve"]
 
-_MOST_BYTES_OF_A_PART = 255  # what file systems take
-_MOST_BYTES = 1024  # what object stores take
-_SEARCHED: tuple[type[Any], ...] = (str, list, tuple, dict)
+_MAX_PART_BYTES = 255  # what file systems accept
+_MAX_KEY_BYTES = 1024  # what object stores accept
+_SEARCHED_TYPES: tuple[type[Any], ...] = (str, list, tuple, dict)
 _RULE = "a key is a relative path such as 'process/mesh.ply'"
 
 
 def normalise_key(key: object) -> str:
-    """The key in its one spelling: `./a`, `a/` and `b/../a` are all `a`; `.` is the prefix folder itself.
+    """Return the key in its one spelling: `./a`, `a/` and `b/../a` are all `a`; `.` is the prefix folder itself.
 
-    Raises KeyContractError for anything but a str, and for one that is empty, absolute, too long (255 bytes a part,
-    1024 in all), not encodable, or that holds a NUL, a backslash or a drive letter.
+    Raises:
+        KeyContractError: The key is not a str, or it is empty, absolute, too long (255 bytes a part, 1024 in all), not
+            encodable, or contains a NUL, a backslash or a drive letter.
     """
     if not isinstance(key, str):
         raise KeyContractError(f"expected a key, got {_shown(key)} of type {type(key).__name__}: {_RULE}, as a str")
@@ -53,11 +54,11 @@ def _fault(key: str, normal: str) -> str | None:
         size = len(key.encode())
     except UnicodeEncodeError:
         return "holds half a surrogate pair, which UTF-8 cannot write"
-    if size > _MOST_BYTES:
-        return f"is {size} bytes long, more than {_MOST_BYTES}"
-    longest = max(len(part.encode()) for part in normal.split("/")) if size > _MOST_BYTES_OF_A_PART else 0
-    if longest > _MOST_BYTES_OF_A_PART:
-        return f"has a part of {longest} bytes, more than the {_MOST_BYTES_OF_A_PART} that file systems take"
+    if size > _MAX_KEY_BYTES:
+        return f"is {size} bytes long, more than {_MAX_KEY_BYTES}"
+    longest = max(len(part.encode()) for part in normal.split("/")) if size > _MAX_PART_BYTES else 0
+    if longest > _MAX_PART_BYTES:
+        return f"has a part of {longest} bytes, more than the {_MAX_PART_BYTES} that file systems take"
     return None
 
 
@@ -66,9 +67,14 @@ def _has_drive(path: str) -> bool:
 
 
 def join_prefix(prefix: str, sub: str) -> str:
-    """Where `sub` (a key, or '' for the prefix itself) leads when read below `prefix`, seen from the root, itself ''.
+    """Return where `sub` leads below `prefix`, as a path seen from the root; '' is the root itself.
 
-    Raises KeyContractError when either is no key, or when `..` climbs out of the root.
+    Args:
+        prefix: A key, or '' for the root.
+        sub: A key, or '' for the prefix itself.
+
+    Raises:
+        KeyContractError: One of them is not a key, or `..` climbs out of the root.
     """
     if prefix == "" == sub:
         return ""
@@ -86,14 +92,17 @@ def join_prefix(prefix: str, sub: str) -> str:
 
 
 def resolve(root: Path, prefix: str, key: str) -> Path:
-    """The path of `key` below `prefix` and `root`; nothing needs to be there.
+    """Return the path of `key` below `prefix` and `root`, whether or not anything exists there.
 
-    Links inside the root may point anywhere inside the root. Raises KeyContractError when the key is none, or when it
-    leads out of the root by `..` or through a symbolic link.
+    Links inside the root may point anywhere inside the root.
+
+    Raises:
+        KeyContractError: The key is not a key, or it leads out of the root by `..` or through a symbolic link.
     """
     path = root / join_prefix(prefix, normalise_key(key))
-    inside, real = os.path.realpath(root), os.path.realpath(path)
-    if real != inside and not real.startswith(inside.rstrip(os.sep) + os.sep):
+    real_root = os.path.realpath(root)
+    real = os.path.realpath(path)
+    if real != real_root and not real.startswith(real_root.rstrip(os.sep) + os.sep):
         raise KeyContractError(
             f"key {_shown(key)} leads out of the root {str(root)!r} through a symbolic link, to {real!r} "
             f"(prefix {prefix!r}): put the data inside the root, or choose a root that holds both"
@@ -107,10 +116,10 @@ class Ledger:
     __slots__ = ("_entries",)
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], None] = {}  # a dict keeps the order, and is safe to grow from threads
+        self._entries: dict[tuple[str, str], None] = {}  # a dict keeps the order, and several threads may add to it
 
     def record(self, key: str, place: str) -> None:
-        """Note a written key: as it was given (normalised), and where that is seen from the root."""
+        """Record a written key: as it was given (normalised), and its place as seen from the root."""
         self._entries[key, place] = None
 
     def entries(self) -> list[tuple[str, str]]:
@@ -121,24 +130,25 @@ class Ledger:
 
 
 class ReturnedKeys:
-    """What a body gave back so far: `see` each returned or yielded value, then `check` that no written key is missing.
+    """The values that a body has returned or yielded: `add` each, then `check` that no written key is missing.
 
-    `prefix` is the prefix of the call: a key written inside an inner `dls.scope` counts as returned under its own
-    spelling and under the one that leads to it from the call's prefix.
+    `prefix` is the prefix of the call. A key that was written inside an inner `dls.scope` counts as returned under its
+    own spelling, and under the one that leads to it from the call's prefix.
     """
 
     __slots__ = ("_ledger", "_prefix", "_strings")
 
     def __init__(self, ledger: Ledger, prefix: str = "") -> None:
-        self._ledger, self._prefix = ledger, prefix
+        self._ledger = ledger
+        self._prefix = prefix
         self._strings: set[str] = set()
 
-    def see(self, value: object) -> None:
-        """Take note of the strings in `value`: itself, or at any depth of lists, tuples and values of dicts."""
-        self._strings.update(text for text in _strings(value) if len(text) <= _MOST_BYTES)  # longer ones are no keys
+    def add(self, value: object) -> None:
+        """Record the strings in `value`: itself, or at any depth of lists, tuples and values of dicts."""
+        self._strings.update(text for text in _strings(value) if len(text) <= _MAX_KEY_BYTES)  # longer ones are no keys
 
-    def check(self, who: str = "the function", verb: str = "return") -> None:
-        """Raises KeyContractError naming the written keys that were not seen; other strings are nobody's business."""
+    def check(self, function: str = "the function", verb: str = "return") -> None:
+        """Raise KeyContractError with the written keys that no value holds. Other strings do not matter."""
         missing = [entry for entry in self._ledger.entries() if entry[0] not in self._strings]
         if missing:
             keys, places = self._normalised()
@@ -146,7 +156,7 @@ class ReturnedKeys:
         if missing:
             named = ", ".join(dict.fromkeys(repr(key) for key, _ in missing))
             raise KeyContractError(
-                f"{who} wrote {named} through dls.run.write but {verb}ed no such key (strings it {verb}ed: "
+                f"{function} wrote {named} through dls.run.write but {verb}ed no such key (strings it {verb}ed: "
                 f"{self._sample()}): {verb} each written key, not its path, alone or in a list, tuple or dict's values"
             )
 
@@ -164,27 +174,28 @@ class ReturnedKeys:
     def _sample(self) -> str:
         some = sorted(self._strings)[:5]
         more = len(self._strings) - len(some)
-        return (", ".join(map(_shown, some)) or "none") + (f" and {more} more" if more else "")
+        shown = ", ".join(map(_shown, some)) or "none"
+        return f"{shown} and {more} more" if more else shown
 
 
 def check_returned(written: Ledger, value: object, prefix: str = "") -> None:
-    """Raises KeyContractError unless every key of the ledger is somewhere in `value`."""
+    """Raise KeyContractError unless every key of the ledger is somewhere in `value`."""
     if written:
         returned = ReturnedKeys(written, prefix)
-        returned.see(value)
+        returned.add(value)
         returned.check()
 
 
 def _strings(value: object) -> Iterator[str]:
     pending: list[Any] = [value]
-    seen: set[int] = set()  # values may hold themselves
+    seen: set[int] = set()  # values may contain themselves
     while pending:
         one = pending.pop()
         if isinstance(one, str):
             yield one
         elif id(one) not in seen:
             seen.add(id(one))
-            pending.extend(each for each in _inside(one) if isinstance(each, _SEARCHED))
+            pending.extend(each for each in _inside(one) if isinstance(each, _SEARCHED_TYPES))
 
 
 def _inside(value: object) -> Iterable[Any]:
@@ -194,23 +205,23 @@ def _inside(value: object) -> Iterable[Any]:
 
 
 class Manifest:
-    """The result of a generator's invocation: its items put together, when every one of them is made of strings.
+    """The result of a generator's invocation: its items merged, when every one of them is made of strings.
 
-    Items that are a str, or a list or tuple of str, make one list; dicts of str to str one dict, in which later items
-    win; both together a list that ends with the dict's values. Any other item, or none at all, makes None.
+    Items that are a str, or a list or tuple of str, make one list. Dicts of str to str make one dict, in which later items
+    win. Both together make a list that ends with the dict's values. Any other item, or none at all, makes None.
     """
 
-    __slots__ = ("_by_name", "_items", "_listed", "_spoiled")
+    __slots__ = ("_by_name", "_items", "_listed", "_other")
 
     def __init__(self) -> None:
         self._items: list[str] = []
         self._by_name: dict[str, str] = {}
         self._listed: bool | None = None  # None until the first item, True once one of them was no dict
-        self._spoiled = False
+        self._other = False  # an item was not made of strings
 
-    def see(self, item: object) -> None:
-        """Take note of one yielded item."""
-        if self._spoiled:
+    def add(self, item: object) -> None:
+        """Merge one yielded item."""
+        if self._other:
             return
         values = [item] if isinstance(item, str) else _inside(item)
         named = cast("Mapping[str, str]", item) if isinstance(item, dict) else None
@@ -221,15 +232,17 @@ class Manifest:
             self._items.extend(values)
             self._listed = True
         else:
-            self._spoiled = True
+            self._other = True
             self._items.clear()
             self._by_name.clear()
 
     def value(self) -> list[str] | dict[str, str] | None:
-        """The manifest of the items seen so far, or None."""
-        if self._spoiled or self._listed is None:
+        """The manifest of the items so far, or None."""
+        if self._other or self._listed is None:
             return None
-        return [*self._items, *self._by_name.values()] if self._listed else dict(self._by_name)
+        if self._listed:
+            return [*self._items, *self._by_name.values()]
+        return dict(self._by_name)
 
 
 def _all_text(values: Iterable[Any]) -> bool:

@@ -8,7 +8,6 @@ import anyio
 
 from ..body.context import current_invocation
 from ..errors import EncodeError, InvocationNotFound, WireError
-from ..functions.serialize import Thunk
 from ..limits import DEFAULT_LEASE
 from ..planes.contract.records import TERMINAL, Outcome, Row, RowFilter
 from ..planes.plane import Plane
@@ -17,6 +16,7 @@ from ..wire import pack, unpack
 from . import job as jobs
 from .job import Job
 from .streams import Frames, Restart, Values, failure_of, leave
+from .thunk import Thunk
 
 if TYPE_CHECKING:
     import builtins

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 
 from ..body.call import body_kind, call_local
 from ..errors import TransportError
-from ..functions.serialize import Thunk, importable, note_source
+from ..functions.serialize import importable
+from ..functions.source import note_source
+from .thunk import Thunk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine

@@ -1,42 +1,45 @@
-"""Functions by value: the only place that pickles or unpickles, and so the only one that loads cloudpickle."""
+"""Pickle and unpickle functions by value. No other module does, and only this one loads cloudpickle for it."""
 
 from __future__ import annotations
 
 import inspect
 import io
-import platform
-import sys
-from functools import lru_cache
 from types import FunctionType
 from typing import Any, cast
 
 import cloudpickle as _cloudpickle
 
-__all__ = ["dumps", "loads", "runtime"]
+__all__ = ["dumps", "loads"]
 
 cloudpickle: Any = _cloudpickle  # which has no types
 
 
 def dumps(fn: Any, module: str | None = None) -> bytes:
-    """`fn` by value with the state it captures; what is defined in `module` too, anything else importable by name.
+    """Pickle `fn` by value, with the state that it captures.
 
     cloudpickle's own switch for a module, register_pickle_by_value, is global: it would change what other threads
-    pickle meanwhile. So the choice is made here, for this one pickle.
+    pickle at the same time. So the choice is made here, for this one pickle.
+
+    Args:
+        fn: Any callable.
+        module: Functions, classes and UDFs that this module defines are pickled by value too, everything else that can
+            be imported by name.
     """
     with io.BytesIO() as file:
         pickler = cloudpickle.CloudPickler(file)
-        usual = pickler.reducer_override
+        default_reduce = pickler.reducer_override
 
         def reduce(obj: Any) -> Any:
             kind = cast("Any", type(obj))
-            if getattr(kind, "__lakeshore_udf__", False) and obj.__module__ == module:  # would go by its name, too
+            if getattr(kind, "__lakeshore_udf__", False) and obj.__module__ == module:
                 return kind, (obj._raw, obj.queue, obj.transport)
             if isinstance(obj, FunctionType):
-                reduced = pickler._dynamic_function_reduce(obj) if obj.__module__ == module else usual(obj)
+                by_value = obj.__module__ == module
+                reduced = pickler._dynamic_function_reduce(obj) if by_value else default_reduce(obj)
                 return reduced if reduced is NotImplemented else _with_textual_annotations(reduced)
             if isinstance(obj, type) and obj.__module__ == module:
                 return cloudpickle.cloudpickle._dynamic_class_reduce(obj)
-            return usual(obj)
+            return default_reduce(obj)
 
         pickler.reducer_override = reduce
         pickler.dump(fn)
@@ -44,7 +47,7 @@ def dumps(fn: Any, module: str | None = None) -> bytes:
 
 
 def _with_textual_annotations(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A function runs without its annotations, and they may name what only the submitter can import."""
+    """Turn annotations into text: a function runs without them, and the worker may be unable to import what they name."""
     slots = reduced[2][1]
     slots["__annotations__"] = {
         name: note if isinstance(note, str) else inspect.formatannotation(note)
@@ -54,17 +57,5 @@ def _with_textual_annotations(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def loads(blob: bytes) -> Any:
-    """Runs code: whoever made the blob decides which. For blobs that have passed the gates only."""
+    """Unpickle. This runs code that the maker of the blob chose: call it only for blobs that have passed the gates."""
     return cloudpickle.loads(blob)
-
-
-@lru_cache(maxsize=1)
-def runtime() -> dict[str, Any]:
-    """What a pickle of this process needs to be read: versions and protocol, and the platform for people."""
-    return {
-        "python": platform.python_version(),
-        "impl": sys.implementation.name,
-        "cloudpickle": cloudpickle.__version__,
-        "pickle_protocol": cloudpickle.DEFAULT_PROTOCOL,
-        "platform": f"{sys.platform}-{platform.machine()}",
-    }

@@ -22,7 +22,7 @@ from ..body.execute import BodyOutcome, BodySettings, failed, failed_permanently
 from ..concurrency.backoff import Backoff
 from ..concurrency.run_sync import worker_runs_here
 from ..errors import DispatchError, PlaneUnavailable
-from ..functions.resolve import check_policy
+from ..functions.runtime import check_policy
 from ..limits import DEFAULT_LEASE, DEFAULT_MAX_LOST
 from ..planes.auth_grace import AuthGrace
 from ..planes.lease_keeper import LeaseKeeper

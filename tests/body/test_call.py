@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from dreamlake.lakeshore.body.call import GuardedAiter, GuardedIter, body_kind, call_local, run_body
-from dreamlake.lakeshore.body.context import invocation_scope, run, scope
+from dreamlake.lakeshore.body.context import invocation_context, run, scope
 from dreamlake.lakeshore.errors import KeyContractError
 
 if TYPE_CHECKING:
@@ -395,14 +395,14 @@ def test_a_body_that_the_collector_closes_leaves_its_scope_there() -> None:
 COLLECTED = """
 import gc
 from dreamlake.lakeshore.body.call import call_local
-from dreamlake.lakeshore.body.context import Current, _current, run, scope
+from dreamlake.lakeshore.body.context import ContextRecord, _current, run, scope
 
 def body():
     with scope("deep"):
         yield
 
-idle = Current()
-records = [Current(prefix=str(n)) for n in range(20)]
+idle = ContextRecord()
+records = [ContextRecord(prefix=str(n)) for n in range(20)]
 gc.disable()
 for turn in range(10000):
     items = call_local(body, "gen", (), {})
@@ -523,7 +523,7 @@ async def test_a_worker_runs_the_same_bodies_in_its_own_surroundings(tmp_path: P
         yield surroundings()
 
     def given(fn: Callable[..., Any]) -> Any:
-        return run_body(invocation_scope(tmp_path, "p", "01ABC", 3), fn, body_kind(fn), (), {})
+        return run_body(invocation_context(tmp_path, "p", "01ABC", 3), fn, body_kind(fn), (), {})
 
     seen = [given(surroundings), await given(async_surroundings), *given(gen_surroundings)]
     seen += [item async for item in given(asyncgen_surroundings)]

@@ -13,7 +13,14 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from dreamlake.lakeshore.body.context import Call, call_scope, current_invocation, invocation_scope, run, scope
+from dreamlake.lakeshore.body.context import (
+    BodyContext,
+    current_invocation,
+    invocation_context,
+    local_context,
+    run,
+    scope,
+)
 from dreamlake.lakeshore.errors import KeyContractError
 
 if TYPE_CHECKING:
@@ -153,7 +160,7 @@ def test_repr_shows_the_record(tmp_path: Path) -> None:
 
 
 def test_an_invocation_is_seen_inside_its_body_only(tmp_path: Path) -> None:
-    call = invocation_scope(tmp_path, "p", "01ABC", 2)
+    call = invocation_context(tmp_path, "p", "01ABC", 2)
 
     def body(fn: int, *, self: int) -> tuple[Any, ...]:  # names that the machinery uses too
         return fn, self, run.prefix, run.root, run.invocation_id, run.attempt, current_invocation()
@@ -165,15 +172,15 @@ def test_an_invocation_is_seen_inside_its_body_only(tmp_path: Path) -> None:
 def test_an_invocation_from_afar_brings_no_hostile_prefix(tmp_path: Path) -> None:
     for prefix in ("/etc", "..", "a/../..", "a\0"):
         with pytest.raises(KeyContractError):
-            invocation_scope(tmp_path, prefix, "01ABC", 1)
+            invocation_context(tmp_path, prefix, "01ABC", 1)
 
 
 def test_a_local_call_keeps_the_record_and_has_its_own_ledger(tmp_path: Path) -> None:
-    outer = invocation_scope(tmp_path, "p", "01ABC", 1)
+    outer = invocation_context(tmp_path, "p", "01ABC", 1)
 
     def body() -> str:
         run.write("outer")
-        inner = call_scope()
+        inner = local_context()
         assert inner.step(lambda: (run.prefix, run.invocation_id, run.root)) == ("p", "01ABC", tmp_path)
         inner.step(run.write, "inner")
         inner.check_value("inner", body)
@@ -183,7 +190,7 @@ def test_a_local_call_keeps_the_record_and_has_its_own_ledger(tmp_path: Path) ->
 
 
 def test_keys_written_in_an_inner_scope_and_in_threads_count(tmp_path: Path) -> None:
-    call = invocation_scope(tmp_path, "", "01ABC", 1)
+    call = invocation_context(tmp_path, "", "01ABC", 1)
 
     def body() -> None:
         with scope("sub"):
@@ -201,7 +208,7 @@ def test_keys_written_in_an_inner_scope_and_in_threads_count(tmp_path: Path) -> 
 
 
 def test_each_step_finds_the_record_that_the_body_left(tmp_path: Path) -> None:
-    call = invocation_scope(tmp_path, "p", "01ABC", 1)
+    call = invocation_context(tmp_path, "p", "01ABC", 1)
     held = scope("deep")
     call.step(held.__enter__)
     assert run.prefix == ""
@@ -239,7 +246,7 @@ async def test_concurrent_calls_do_not_mix(tmp_path: Path) -> None:
         return f"{name}/file"
 
     async def one(name: str) -> None:
-        call = invocation_scope(tmp_path, "", name, 1)
+        call = invocation_context(tmp_path, "", name, 1)
         call.check_value(await call.astep(body, name), body)
         assert current_invocation() is None
 
@@ -250,7 +257,7 @@ async def test_concurrent_calls_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_cancelled_step_restores_the_record(tmp_path: Path) -> None:
-    call = invocation_scope(tmp_path, "p", "01ABC", 1)
+    call = invocation_context(tmp_path, "p", "01ABC", 1)
     ended: list[str] = []
 
     async def body() -> None:
@@ -268,7 +275,7 @@ async def test_a_cancelled_step_restores_the_record(tmp_path: Path) -> None:
 
 
 def test_a_coroutine_closed_in_a_foreign_context_changes_nothing_there(tmp_path: Path) -> None:
-    call: Call = invocation_scope(tmp_path, "p", "01ABC", 1)
+    call: BodyContext = invocation_context(tmp_path, "p", "01ABC", 1)
 
     class Pause:
         def __await__(self) -> Generator[None]:
@@ -289,14 +296,15 @@ def test_a_coroutine_closed_in_a_foreign_context_changes_nothing_there(tmp_path:
 FRESH = """
 import sys
 from dreamlake.lakeshore.body import call, context
-from dreamlake.lakeshore.functions import serialize, source
+from dreamlake.lakeshore.client.thunk import thunk
+from dreamlake.lakeshore.functions import source
 def f(x): return x
 def g(x): yield x
 with context.scope("p"):
     assert call.call_local(f, call.body_kind(f), (1,), {}) == 1
     assert list(call.call_local(g, call.body_kind(g), (1,), {})) == [1]
 source.note_source(f)
-t = serialize.thunk(f, 1)
+t = thunk(f, 1)
 heavy = {"msgpack", "httpx", "aiosqlite", "numpy", "cloudpickle", "ulid", "torch", "PIL"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -276,13 +276,13 @@ def test_a_key_of_an_inner_scope_counts_as_written_and_as_seen_from_the_call() -
 def test_generators_return_the_union_of_their_items() -> None:
     written = Ledger()
     returned = ReturnedKeys(written)
-    returned.see(["early"])  # yielded before it is written
+    returned.add(["early"])  # yielded before it is written
     for key in ("early", "late"):
         written.record(key, key)
     with pytest.raises(KeyContractError, match=r"^function 'f' wrote 'late' through dls.run.write but yielded no such"):
         returned.check("function 'f'", "yield")
-    returned.see({"n": 1})
-    returned.see({"k": "late"})
+    returned.add({"n": 1})
+    returned.add({"k": "late"})
     returned.check("function 'f'", "yield")
 
 
@@ -328,15 +328,15 @@ def test_a_ledger_is_shared_by_threads() -> None:
 def test_a_manifest_is_made_of_strings_only(items: list[Any], manifest: Any) -> None:
     merged = Manifest()
     for item in items:
-        merged.see(item)
+        merged.add(item)
     assert merged.value() == manifest
 
 
 def test_a_manifest_copies_what_it_saw() -> None:
     merged, item = Manifest(), {"x": "1"}
-    merged.see(item)
+    merged.add(item)
     first = merged.value()
-    merged.see({"y": "2"})
+    merged.add({"y": "2"})
     assert (first, item) == ({"x": "1"}, {"x": "1"})
 
 

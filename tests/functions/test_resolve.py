@@ -21,14 +21,15 @@ from hypothesis import strategies as st
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.errors import TransportError
-from dreamlake.lakeshore.functions import pickles, source
-from dreamlake.lakeshore.functions.resolve import check_runtime, resolve_fn
-from dreamlake.lakeshore.functions.serialize import build_fn, source_hash
+from dreamlake.lakeshore.functions import source
+from dreamlake.lakeshore.functions.resolve import resolve_fn
+from dreamlake.lakeshore.functions.runtime import check_runtime, this_runtime
+from dreamlake.lakeshore.functions.serialize import serialize_fn, source_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HERE = pickles.runtime()
+HERE = this_runtime()
 PYTHON = ".".join(map(str, sys.version_info[:3]))
 MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
@@ -48,7 +49,7 @@ def ref(module: Any, qualname: Any, **more: Any) -> dict[str, Any]:
 
 
 def pickled(fn: Callable[..., Any]) -> dict[str, Any]:
-    return build_fn(fn, "pickle")
+    return serialize_fn(fn, "pickle")
 
 
 # --- pickles --------------------------------------------------------------------------------------------------------
@@ -652,7 +653,7 @@ def test_R70_a_module_that_was_imported_and_edited_unseen_is_refused(
         "runtime policy to 'off'"
     )
     assert resolve_fn(new, allow_pickled=False, runtime_policy="off")() == "old"
-    assert build_fn(module.f)["src_hash"] is None
+    assert serialize_fn(module.f)["src_hash"] is None
 
 
 def test_R70_a_look_without_a_hash_keeps_the_text_all_the_same(folder: Any) -> None:
@@ -665,12 +666,12 @@ def test_R70_a_look_without_a_hash_keeps_the_text_all_the_same(folder: Any) -> N
 
 SUBMIT = """
 import importlib, json, sys
-from dreamlake.lakeshore.functions.serialize import build_fn
+from dreamlake.lakeshore.functions.serialize import serialize_fn
 module = importlib.import_module(sys.argv[1])
 if "wait" in sys.argv:
     print("imported", flush=True)
     sys.stdin.readline()
-print(json.dumps(build_fn(module.f)))
+print(json.dumps(serialize_fn(module.f)))
 """
 
 
@@ -703,4 +704,4 @@ def test_a_class_method_keeps_its_class(folder: Any) -> None:
         "class A:\n    @classmethod\n    def name(cls):\n        return cls.__name__\nclass B(A): pass\n"
     )
     assert resolve_fn(ref(module.__name__, "B.name"), allow_pickled=False)() == "B"
-    assert functools.partial(resolve_fn(build_fn(module.A.name), allow_pickled=False))() == "A"
+    assert functools.partial(resolve_fn(serialize_fn(module.A.name), allow_pickled=False))() == "A"

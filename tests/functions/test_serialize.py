@@ -1,8 +1,7 @@
-"""How callables cross: what counts as importable, both arms of the `fn` field, the pickle limit, and thunks."""
+"""How callables cross: what counts as importable, both arms of the `fn` field, and the pickle limit."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -17,20 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
-from ulid import ULID
 
-from dreamlake.lakeshore.body.context import invocation_scope, scope
-from dreamlake.lakeshore.errors import EncodeError, TransportError
+from dreamlake.lakeshore.client.thunk import thunk
+from dreamlake.lakeshore.errors import TransportError
 from dreamlake.lakeshore.functions.resolve import resolve_fn
-from dreamlake.lakeshore.functions.serialize import (
-    INLINE_PICKLE_LIMIT,
-    Thunk,
-    build_fn,
-    importable,
-    source_hash,
-    thunk,
-)
-from dreamlake.lakeshore.wire import Envelope, pack, unpack
+from dreamlake.lakeshore.functions.serialize import INLINE_PICKLE_LIMIT, importable, serialize_fn
+from dreamlake.lakeshore.functions.source import source_hash
+from dreamlake.lakeshore.wire import pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,7 +125,7 @@ globals()["wrapped_inner"] = wrapper
 @pytest.mark.parametrize("fn", IMPORTABLE)
 def test_a_name_that_leads_back_is_importable(fn: Any) -> None:
     assert importable(fn)
-    arm = build_fn(fn)
+    arm = serialize_fn(fn)
     assert list(arm) == ["kind", "module", "qualname", "src_hash"]
     assert (arm["kind"], arm["module"], arm["qualname"]) == ("ref", fn.__module__, fn.__qualname__)
     assert resolve_fn(arm, allow_pickled=True) == fn
@@ -143,11 +135,11 @@ def test_a_name_that_leads_back_is_importable(fn: Any) -> None:
 def test_D8_what_no_name_leads_back_to_goes_by_value(fn: Any) -> None:
     assert not importable(fn)
     with pytest.raises(TransportError) as caught:
-        build_fn(fn, "ref")
+        serialize_fn(fn, "ref")
     assert "cannot cross with transport='ref': " in str(caught.value)
     assert str(caught.value).endswith(", or use transport='auto' and a worker that allows pickled functions")
     if fn is not OTHERS["method of a builtin"]:
-        assert build_fn(fn)["kind"] == "pickle"
+        assert serialize_fn(fn)["kind"] == "pickle"
 
 
 def test_the_refusal_of_a_reference_names_the_reason_and_the_fix() -> None:
@@ -162,43 +154,43 @@ def test_the_refusal_of_a_reference_names_the_reason_and_the_fix() -> None:
     }
     for name, reason in reasons.items():
         with pytest.raises(TransportError) as caught:
-            build_fn(OTHERS[name], "ref")
+            serialize_fn(OTHERS[name], "ref")
         assert f"cannot cross with transport='ref': {reason}, or use" in str(caught.value)
 
 
 def test_another_transport_is_refused() -> None:
     with pytest.raises(TransportError) as caught:
-        build_fn(at_module_level, "value")
+        serialize_fn(at_module_level, "value")
     assert str(caught.value) == "expected transport 'auto', 'ref' or 'pickle', got 'value'"
 
 
 def test_D8_a_bound_method_runs_with_its_instance() -> None:
     accumulator = Accumulator()
     accumulator.total = 10
-    assert resolve_fn(build_fn(accumulator.add), allow_pickled=True)(2) == 12
+    assert resolve_fn(serialize_fn(accumulator.add), allow_pickled=True)(2) == 12
 
 
 def test_the_reference_carries_the_hash_of_the_unwrapped_source() -> None:
     text = textwrap.dedent(inspect.getsource(at_module_level))
     expected = f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    assert build_fn(at_module_level)["src_hash"] == source_hash(at_module_level) == expected
-    assert build_fn(len)["src_hash"] is None
+    assert serialize_fn(at_module_level)["src_hash"] == source_hash(at_module_level) == expected
+    assert serialize_fn(len)["src_hash"] is None
 
 
 def test_a_udf_crosses_as_its_function_names_it(fake_udf: Any, folder: Any) -> None:
     module = folder.load("def f(x):\n    return x\n")
     function = module.f
-    assert build_fn(fake_udf(local()))["kind"] == "pickle"
+    assert serialize_fn(fake_udf(local()))["kind"] == "pickle"
     udf = module.f = fake_udf(function)
     for fn in (udf, function):  # the name leads to the UDF, of both
-        arm = build_fn(fn, "ref")
+        arm = serialize_fn(fn, "ref")
         assert arm["qualname"] == "f"
         assert arm["src_hash"] == source_hash(function)
         assert resolve_fn(arm, allow_pickled=False) is udf
     other = fake_udf(function)
     module.f = at_module_level
     assert not importable(other)
-    snapshot = build_fn(udf, "pickle")
+    snapshot = serialize_fn(udf, "pickle")
     assert resolve_fn(snapshot, allow_pickled=True)(3) == 3
     assert snapshot["qualname"] == "f"
 
@@ -219,7 +211,7 @@ def test_a_wrapper_of_a_udf_is_no_udf(fake_udf: Any) -> None:
 
 def test_the_pickle_arm_says_what_it_is() -> None:
     fn = local()
-    arm = build_fn(fn)
+    arm = serialize_fn(fn)
     assert list(arm) == ["kind", "blob", "hash", "source", "qualname", "where", "runtime"]
     assert arm["hash"] == f"sha256:{hashlib.sha256(arm['blob']).hexdigest()}"
     assert arm["source"] == "def inner(x: int = 1) -> int:\n    return x\n"
@@ -234,12 +226,12 @@ def test_the_pickle_arm_says_what_it_is() -> None:
 
 
 def test_what_has_no_source_or_line_still_has_a_name() -> None:
-    arm = build_fn(operator.attrgetter("x"))
+    arm = serialize_fn(operator.attrgetter("x"))
     assert (arm["source"], arm["qualname"], arm["where"]) == ("", "attrgetter", "attrgetter")
-    arm = build_fn(functools.partial(at_module_level, 2))
+    arm = serialize_fn(functools.partial(at_module_level, 2))
     assert (arm["qualname"], arm["source"]) == ("at_module_level", inspect.getsource(at_module_level))
-    assert build_fn(Accumulator().add)["qualname"] == "Accumulator.add"
-    assert build_fn(Accumulator())["qualname"] == "Accumulator"
+    assert serialize_fn(Accumulator().add)["qualname"] == "Accumulator.add"
+    assert serialize_fn(Accumulator())["qualname"] == "Accumulator"
 
 
 def capturing(size: int) -> Callable[[], int]:
@@ -251,12 +243,12 @@ def test_the_limit_is_32768_bytes_exactly() -> None:
     assert INLINE_PICKLE_LIMIT == 32768
     size = 30_000
     for _ in range(5):
-        size += INLINE_PICKLE_LIMIT - len(build_fn(capturing(size))["blob"])
+        size += INLINE_PICKLE_LIMIT - len(serialize_fn(capturing(size))["blob"])
     fits = capturing(size)
-    assert len(build_fn(fits)["blob"]) == INLINE_PICKLE_LIMIT
-    assert resolve_fn(build_fn(fits), allow_pickled=True)() == size
+    assert len(serialize_fn(fits)["blob"]) == INLINE_PICKLE_LIMIT
+    assert resolve_fn(serialize_fn(fits), allow_pickled=True)() == size
     with pytest.raises(TransportError) as caught:
-        build_fn(capturing(size + 1))
+        serialize_fn(capturing(size + 1))
     assert str(caught.value) == (
         "function 'capturing.<locals>.<lambda>' pickles to 32769 bytes, more than the 32768 that may travel with an "
         "invocation: it captures data, so pass the data as arguments instead"
@@ -266,7 +258,7 @@ def test_the_limit_is_32768_bytes_exactly() -> None:
 def test_state_that_cannot_be_pickled_is_named_with_the_fix() -> None:
     lock = threading.Lock()
     with pytest.raises(TransportError) as caught:
-        build_fn(lambda: lock)
+        serialize_fn(lambda: lock)
     assert str(caught.value).endswith(
         "cannot be pickled: TypeError: cannot pickle '_thread.lock' object; what it captures travels with it, so pass "
         "data as arguments and open files, locks and connections inside the function"
@@ -293,7 +285,7 @@ def test_D9_pickle_snapshots_an_importable_function_too(folder: Any, name: str) 
     module = folder.load(SNAPSHOT)
     fn = getattr(module, name)
     assert importable(fn)
-    arm, expected = build_fn(fn, "pickle"), fn(5)
+    arm, expected = serialize_fn(fn, "pickle"), fn(5)
     assert arm["kind"] == "pickle"
     # Neither another module of that name nor none at all makes a difference.
     folder.write("def f(n): return 'new'\ndef fact(n): return 'new'\ndef helper(n): return 'new'\n", module.__name__)
@@ -355,7 +347,7 @@ def test_a_snapshot_changes_nothing_for_other_pickles(folder: Any) -> None:
 
     thread = threading.Thread(target=pickle_meanwhile)
     thread.start()
-    blobs = {build_fn(module.f, "pickle")["blob"] for _ in range(200)}
+    blobs = {serialize_fn(module.f, "pickle")["blob"] for _ in range(200)}
     stop.set()
     thread.join()
     assert set(others) == {before}
@@ -365,7 +357,7 @@ def test_a_snapshot_changes_nothing_for_other_pickles(folder: Any) -> None:
 
 def test_auto_takes_along_what_is_captured_and_names_the_rest() -> None:
     offset = 40
-    arm = build_fn(lambda x: at_module_level(x) + offset)
+    arm = serialize_fn(lambda x: at_module_level(x) + offset)
     offset = 0
     assert resolve_fn(arm, allow_pickled=True)(1) == 42
     assert len(arm["blob"]) < 1500
@@ -399,20 +391,20 @@ def test_R77_annotations_that_only_the_submitter_can_import(folder: Any) -> None
     """
     module = folder.load(source.format(client=client.__name__))
     assert module.make().__annotations__["p"] is client.OnlyOnClient
-    assert elsewhere(build_fn(module.make())) == "4"
+    assert elsewhere(serialize_fn(module.make())) == "4"
     late = folder.load(
         "from __future__ import annotations\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
         f"    from {client.__name__}_gone import Other\ndef f(p: Other) -> Other:\n    return p + 2\n"
     )
-    assert build_fn(late.f)["kind"] == "ref"
-    assert elsewhere(build_fn(late.f), folder.environment()) == "5"
+    assert serialize_fn(late.f)["kind"] == "ref"
+    assert elsewhere(serialize_fn(late.f), folder.environment()) == "5"
     assert module.make().__annotations__["p"] is client.OnlyOnClient  # the submitter's own function is as before
 
 
 MAIN = """
 import sys
 from dreamlake.lakeshore.errors import TransportError
-from dreamlake.lakeshore.functions.serialize import build_fn, importable
+from dreamlake.lakeshore.functions.serialize import serialize_fn, importable
 from dreamlake.lakeshore.functions.resolve import resolve_fn
 
 def f(x):
@@ -423,11 +415,11 @@ def helper(x):
 
 if __name__ == "__main__":
     assert not importable(f)
-    arm = build_fn(f)
+    arm = serialize_fn(f)
     assert arm["kind"] == "pickle"
     assert resolve_fn(arm, allow_pickled=True)(4) == 9
     try:
-        build_fn(f, "ref")
+        serialize_fn(f, "ref")
     except TransportError as exc:
         sys.stdout.write(str(exc))
 """
@@ -446,64 +438,3 @@ def test_R73_functions_of_the_started_script(tmp_path: Path, how: list[str]) -> 
         "a worker cannot import: move it into a module and import it from there, or use transport='auto' and a worker "
         "that allows pickled functions"
     )
-
-
-# --- thunks ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_thunk_becomes_an_envelope() -> None:
-    made = thunk(at_module_level, 7)
-    assert isinstance(made, Thunk)
-    with scope("scenes/0007"):
-        envelope = made.to_envelope(key="once")
-    assert Envelope.from_bytes(envelope.to_bytes()) == envelope
-    assert ULID.from_str(envelope.id)
-    assert (envelope.prefix, envelope.key, envelope.parent, envelope.cfg) == ("scenes/0007", "once", None, {})
-    assert (unpack(envelope.args), unpack(envelope.kwargs)) == ([7], {})
-    assert envelope.fn == build_fn(at_module_level)
-    assert made.to_envelope().id != envelope.id
-
-
-def test_what_is_given_wins_over_what_is_ambient(tmp_path: Path) -> None:
-    call = invocation_scope(tmp_path, "p", "01PARENT", 1)
-    made: Thunk[Any] = thunk(dict[str, int], fn=1, self=2)
-    ambient = call.step(made.to_envelope)
-    assert (ambient.prefix, ambient.parent, unpack(ambient.kwargs)) == ("p", "01PARENT", {"fn": 1, "self": 2})
-    given = call.step(made.to_envelope, id="mine", prefix="", parent="01OTHER")
-    assert (given.id, given.prefix, given.parent) == ("mine", "", "01OTHER")
-
-
-def test_a_thunk_packs_when_it_is_made_into_an_envelope() -> None:
-    values = [1]
-    made = thunk(of_anything, values)
-    envelope = made.to_envelope()
-    values.append(2)
-    assert unpack(envelope.args) == [[1]]
-    with pytest.raises(EncodeError):
-        thunk(of_anything, object()).to_envelope()
-
-
-def test_thunks_of_arrays_can_be_compared() -> None:
-    class NoTruth:
-        def __eq__(self, other: object) -> bool:
-            raise ValueError
-
-    one = thunk(of_anything, NoTruth())
-    assert one != thunk(of_anything, NoTruth())
-    assert one in {one}
-
-
-@pytest.mark.parametrize("fn", [3, None, "f"])
-def test_a_thunk_of_a_value_is_refused(fn: Any) -> None:
-    with pytest.raises(TypeError) as caught:
-        thunk(fn)
-    assert str(caught.value) == (
-        f"expected a callable and its arguments, got {type(fn).__name__}: write thunk(f, x), not thunk(f(x))"
-    )
-
-
-def test_a_thunk_of_a_started_coroutine_is_refused() -> None:
-    async def f() -> None: ...
-
-    with contextlib.closing(f()) as started, pytest.raises(TypeError, match="got coroutine: write thunk"):
-        thunk(started)  # type: ignore[arg-type]
