@@ -1,7 +1,8 @@
 """Every SQL statement of the plane, by name. The comment above each says what it does and which index serves it.
 
-`rowid` stands for a table's own primary key. Statements whose text depends on a number of queues, columns or rows are
-built by the functions at the end. `tests/planes/sqlite/test_queries.py` compares the indexes named here with SQLite's plans.
+`rowid` stands for a table's own primary key, `walk` for reading a table from its beginning. Statements whose text depends
+on a number of queues, columns or rows are built by the functions at the end. `tests/planes/sqlite/test_queries.py`
+compares the indexes named here with SQLite's plans.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SUBMIT_COLUMNS = "invocation (ns, id, queue, priority, trusted, submitted_at, co
 
 # Claim
 
+# The columns of a claimed row, in the order of `claim._claimed`.
 CLAIMED_COLUMNS = "seq, priority, id, queue, body, body_ref, attempt, failures, lost, trusted, parent, root, config"
 
 # Claim the best queued rows; see `claim`. Index: invocation_ready, rowid.
@@ -73,10 +75,12 @@ LAST_FRAME_BEFORE = "SELECT seq FROM frame WHERE inv = ? AND attempt < ? ORDER B
 
 # Claims that hold
 
-# What a fence is checked against, by id; see `rows.ClaimRow`. Index: invocation_id.
+# The columns of `rows.ClaimRow`, in its order.
 CLAIM_ROW_COLUMNS = (
     "seq, id, queue, state, worker, attempt, lease, reaped, cancel, acked, closed, failures, lost, max_lost"
 )
+
+# What a fence is checked against. Index: invocation_id.
 CLAIM_ROW = f"SELECT {CLAIM_ROW_COLUMNS} FROM invocation WHERE ns = ? AND id = ?"
 
 # Renew a claim; if it had expired meanwhile, undo that. Index: rowid.
@@ -150,7 +154,7 @@ CLOSE_JOURNAL = "UPDATE invocation SET closed = 1 WHERE seq = ?"
 
 # Purge
 
-# Of the oldest outcomes those that are old enough, with what belongs to them. Index: rowid, invocation_id.
+# Of the oldest outcomes those that are old enough, with what belongs to them. Index: walk, invocation_id.
 OLDEST = """
 SELECT i.seq, o.n, i.body_ref, o.result_ref
 FROM (SELECT * FROM outcome WHERE ns = ? ORDER BY n LIMIT ?) o JOIN invocation i ON i.ns = o.ns AND i.id = o.id
@@ -166,7 +170,7 @@ DELETE_OUTCOME = "DELETE FROM outcome WHERE n = ?"
 # Delete an invocation. Index: rowid.
 DELETE_INVOCATION = "DELETE FROM invocation WHERE seq = ?"
 
-# Blobs that no row refers to. Index: none (the table is as short as large bodies are rare).
+# Blobs that no row refers to. Index: walk (the table is as short as large bodies are rare).
 UNLINKED_BLOBS = "SELECT ref FROM blob WHERE linked = 0 AND made_at < ? LIMIT ?"
 
 # Blobs
@@ -251,6 +255,7 @@ WHERE i.ns = ? AND i.id = ?
 # The claims of a worker that are to be cancelled. Index: invocation_running.
 CANCELS = "SELECT id, attempt FROM invocation WHERE ns = ? AND worker = ? AND state = 'running' AND cancel = 1"
 
+# Rows as people see them. Which index serves it depends on what they are asked for by.
 _ROWS = """
 SELECT i.id, i.queue, i.state, i.priority, i.key, i.attempt, i.failures, i.lost, i.worker, i.parent, i.root, i.trusted,
     i.cancel, i.submitted_at, i.not_before, i.started_at, i.lease_until, i.finished_at,

@@ -811,6 +811,34 @@ async def test_refused_large_operations_leave_no_pieces(path: Path) -> None:
     assert query(path, "SELECT count(*) FROM piece") == [(2 * MB // PIECE_BYTES,)]
 
 
+async def test_a_batch_may_hold_the_same_large_operation_twice(path: Path) -> None:
+    """The blob that was written ahead for it belongs to the first; the second is a repeat."""
+    body = os.urandom(2 * MB)
+    async with Dispatch(path) as plane:
+        submit = Submit("a", "q", body)
+        assert await plane.many([submit, submit]) == ["a", "a"]
+        (claimed,) = await plane.claim(["q"], "w")
+        assert claimed.body == body
+        finish = Finish(fence_of(claimed, "w"), "succeeded", body[::-1])
+        assert await plane.many([finish, finish]) == [True, False]
+        (outcome,) = await plane.current_outcomes(["a"])
+        assert outcome.result == body[::-1]
+    assert (
+        query(path, "SELECT count(*) FROM blob WHERE linked = 1") == query(path, "SELECT count(*) FROM blob") == [(2,)]
+    )
+
+
+async def test_a_large_operation_beside_one_that_the_driver_refuses_keeps_its_body(path: Path) -> None:
+    body = os.urandom(2 * MB)
+    async with Dispatch(path) as plane:
+        good, bad = Submit("good", "q", body), Submit("bad", "q", body, priority=2**70)
+        answers = await plane.many([bad, good, good])
+        assert isinstance(answers[0], DispatchError)
+        assert answers[1:] == ["good", "good"]
+        (claimed,) = await plane.claim(["q"], "w")
+        assert claimed.body == body
+
+
 async def test_large_operations_take_turns_with_small_ones(path: Path) -> None:
     """While 64 MB are written a small submit is answered many times over, not once at the end."""
     async with Dispatch(path) as plane:
@@ -850,6 +878,24 @@ def query_write(path: Path, sql: str) -> None:
 
 
 # Faults -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["body", "commit"])
+def test_a_transaction_that_fails_is_rolled_back(fails: str) -> None:
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("CREATE TABLE t (x INTEGER PRIMARY KEY, y REFERENCES t (x) DEFERRABLE INITIALLY DEFERRED)")
+
+    def write() -> None:
+        with connection.Transaction(db):
+            db.execute("INSERT INTO t VALUES (1, 2)")  # it refers to what is not there, which the commit finds out
+            if fails == "body":
+                raise KeyError("the operation failed")
+
+    with pytest.raises((KeyError, sqlite3.IntegrityError)):
+        write()
+    assert not db.in_transaction
+    assert db.execute("SELECT count(*) FROM t").fetchone() == (0,)
 
 
 async def test_one_operation_that_the_driver_refuses_spoils_only_itself(path: Path) -> None:
