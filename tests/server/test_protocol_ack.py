@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 import raw_kit
+from helpers import each_row
 from raw_kit import (
     ACK,
     ACK_MANY,
@@ -98,9 +99,7 @@ async def test_the_retry_mark_of_a_peers_error_is_kept_and_changes_nothing(api: 
     assert await api.poll(queue) == []
 
 
-@pytest.mark.parametrize(
-    "result", [NO_MSGPACK, wire.pack((1, "a")), b"\xdd\xff\xff\xff\xff", b"\x91" * 20_000, b"\0" * 3_000_000]
-)
+@each_row("result", [NO_MSGPACK, wire.pack((1, "a")), b"\xdd\xff\xff\xff\xff", b"\x91" * 20_000, b"\0" * 3_000_000])
 async def test_a_result_is_bytes_that_the_server_never_decodes(api: Api, queue: str, result: bytes) -> None:
     id = await api.running(queue)
     await api.do(ACK, {"invocation_id": id, "state": "succeeded", "result_blob": result})
@@ -144,7 +143,7 @@ async def test_a_refused_or_repeated_ack_sets_no_finishedAt_and_changes_nothing(
     assert (await api.row(id), await api.outcome(id)) == (row, outcome)
 
 
-@pytest.mark.parametrize("state", ["queued", "running", "", "Succeeded", "cancelled", None, 5, ["succeeded"]])
+@each_row("state", ["queued", "running", "", "Succeeded", "cancelled", None, 5, ["succeeded"]])
 async def test_an_ack_of_any_other_state_is_a_400_that_names_it(api: Api, queue: str, state: Any) -> None:
     id = await api.running(queue)
     answer = await api.ask(ACK, {"invocation_id": id, "state": state})
@@ -171,8 +170,8 @@ FENCES = [
 ]
 
 
-@pytest.mark.parametrize("lease", [60, None])
-@pytest.mark.parametrize(("fence", "leased", "unleased"), FENCES)
+@each_row("lease", [60, None])
+@each_row("fence, leased, unleased", FENCES)
 async def test_an_ack_is_taken_from_the_claim_that_holds_and_from_no_other(
     api: Api, queue: str, fence: dict[str, Any], leased: bool, unleased: bool, lease: float | None
 ) -> None:
@@ -437,8 +436,8 @@ async def test_fields_of_an_await_that_are_not_known_are_ignored(api: Api, queue
     assert await api.do(AWAIT, fields) == {"state": "pending"}
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
+@each_row(
+    "change, named",
     [
         ({"invocation_id": None}, "`invocation_id`"), ({"invocation_id": "../x"}, "'../x'"),
         ({"timeout_s": "5"}, "`timeout_s`"), ({"timeout_s": -1}, "`timeout_s`"),

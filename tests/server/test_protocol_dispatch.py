@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 import raw_kit
-from helpers import wait_until
+from helpers import each_row, wait_until
 from raw_kit import (
     ACK,
     CANCEL,
@@ -436,8 +436,8 @@ async def test_a_cancel_that_is_known_does_not_answer_a_heartbeat_again(api: Api
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
+@each_row(
+    "change, named",
     [
         ({"worker_id": None}, "`worker_id`"), ({"worker_id": ""}, "`worker_id`"), ({"worker_id": 7}, "`worker_id`"),
         ({"queue": 7}, "`queue`"), ({"queues": "q"}, "`queues`"), ({"queues": [7]}, "the name of a queue"),

@@ -9,6 +9,7 @@ import httpx
 import msgpack
 import pytest
 import raw_kit
+from helpers import each_row
 from raw_kit import (
     ACK,
     CANCEL,
@@ -135,8 +136,8 @@ FENCES = [
 ]
 
 
-@pytest.mark.parametrize("lease", [60, None])
-@pytest.mark.parametrize(("fence", "leased", "unleased"), FENCES)
+@each_row("lease", [60, None])
+@each_row("fence, leased, unleased", FENCES)
 async def test_a_frame_is_taken_from_the_claim_that_holds_and_from_no_other(
     api: Api, queue: str, fence: dict[str, Any], leased: bool, unleased: bool, lease: float | None
 ) -> None:
@@ -203,8 +204,8 @@ async def test_a_frame_of_an_unknown_invocation_is_a_404_of_that_name(api: Api) 
     assert answer.error == (404, "InvocationNotFound")
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
+@each_row(
+    "change, named",
     [
         ({"invocation_id": None}, "`invocation_id`"), ({"invocation_id": "../x"}, "'../x'"), ({"seq": None}, "`seq`"),
         ({"seq": -1}, "`seq`"), ({"seq": 1.0}, "`seq`"), ({"seq": 2**63}, "`seq`"), ({"bytes": None}, "`bytes`"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 import raw_kit
+from helpers import each_row
 from raw_kit import INVOCATIONS, NO_MSGPACK, QUEUES, SUBMIT, SUBMIT_MANY, pack
 
 from dreamlake.lakeshore import wire
@@ -140,8 +141,8 @@ async def test_the_envelope_is_bytes_that_the_server_never_decodes(api: Api, que
 MOST, LEAST = 2**63 - 1, -(2**63)
 
 
-@pytest.mark.parametrize(
-    ("said", "stored"),
+@each_row(
+    "said, stored",
     [
         (0.0, 0), (3, 3), (-3, -3), (2.9, 2), (-2.9, -2), (0.999, 0), ("7", 0), ("", 0), (b"7", 0), (None, 0), (True, 0),
         (False, 0), ([7], 0), ({"p": 7}, 0), (float("nan"), 0), (float("inf"), 0), (float("-inf"), 0), (1e300, MOST),
@@ -279,8 +280,8 @@ async def test_submit_many_of_nothing_answers_nothing(api: Api, fields: dict[str
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
+@each_row(
+    "change, named",
     [
         ({"invocation_id": None}, "`invocation_id`"), ({"invocation_id": 5}, "`invocation_id`"),
         ({"invocation_id": ""}, "invocation id"), ({"invocation_id": "../../x"}, "'../../x'"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import pytest
 import raw_kit
+from helpers import each_row
 from raw_kit import (
     ACK,
     ACK_MANY,
@@ -173,7 +174,7 @@ async def test_side_routes_of_peers_are_quick_404s_of_another_name(api: Api) -> 
         assert answer.error == (404, "NoSuchRoute"), path
 
 
-@pytest.mark.parametrize(
+@each_row(
     "path",
     [
         "/", "/v1", "/v1/", "/v2/producer/submit", "/v1/producer", "/v1/producer/submit/", "/v1/producer/Submit",
@@ -182,7 +183,7 @@ async def test_side_routes_of_peers_are_quick_404s_of_another_name(api: Api) -> 
         "/v1/producer/invocations/a/b/result/stream", "/v1/daemon/poll/x", "/metrics/", "/v1/topics",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("method", ["GET", "POST"])
+@each_row("method", ["GET", "POST"])
 async def test_a_route_that_is_not_there_is_a_404_that_is_not_about_an_invocation(
     api: Api, path: str, method: str
 ) -> None:
@@ -190,7 +191,7 @@ async def test_a_route_that_is_not_there_is_a_404_that_is_not_about_an_invocatio
     assert answer.error == (404, "NoSuchRoute")
 
 
-@pytest.mark.parametrize("path", [*POSTS, *GETS])
+@each_row("path", [*POSTS, *GETS])
 async def test_another_method_is_a_405(api: Api, path: str) -> None:
     right = "POST" if path in POSTS else "GET"
     for method in {"GET", "POST", "PUT", "DELETE", "PATCH"} - {right}:

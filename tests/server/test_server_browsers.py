@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import raw_kit
+from helpers import each_row
 from raw_kit import (
     ACK,
     ACK_MANY,
@@ -102,7 +103,7 @@ async def unchanged(api: Api, id: str, queue: str, row: dict[str, Any]) -> None:
     assert (await api.get(QUEUES, queue=queue))["queues"] == [[queue, "running", 1]]
 
 
-@pytest.mark.parametrize("origin", ORIGINS)
+@each_row("origin", ORIGINS)
 async def test_R112_a_request_with_an_origin_is_refused_and_changes_nothing(
     api: Api, queue: str, victim: str, origin: str
 ) -> None:
@@ -117,7 +118,7 @@ async def test_R112_a_request_with_an_origin_is_refused_and_changes_nothing(
     await unchanged(api, victim, queue, row)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@each_row("host", HOSTS)
 async def test_R112_a_request_to_a_foreign_host_is_refused_and_changes_nothing(
     api: Api, queue: str, victim: str, host: str
 ) -> None:

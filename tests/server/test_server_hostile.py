@@ -9,6 +9,7 @@ import httpx
 import msgpack
 import pytest
 import raw_kit
+from helpers import each_row
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raw_kit import (
@@ -183,7 +184,7 @@ def spoiled(good: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from ({**good, name: [inner, value[0]]} for inner in spoiled(value[0]))
 
 
-@pytest.mark.parametrize("body", [None, 5, [], "text", b"", {}, {1: 2}, {b"a": 1}, {None: None}, {"items": {"a": 1}}])
+@each_row("body", [None, 5, [], "text", b"", {}, {1: 2}, {b"a": 1}, {None: None}, {"items": {"a": 1}}])
 async def test_bodies_of_another_shape_are_served_or_refused_by_name(api: Api, body: Any) -> None:
     for path in GOOD:
         answer = (
@@ -203,8 +204,8 @@ QUERIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", [INVOCATIONS, f"{INVOCATIONS}/a", QUEUES, stream_of("a")])
-@pytest.mark.parametrize("query", QUERIES, ids=range(len(QUERIES)))
+@each_row("path", [INVOCATIONS, f"{INVOCATIONS}/a", QUEUES, stream_of("a")])
+@each_row("query", QUERIES, ids=range(len(QUERIES)))
 async def test_any_query_is_served_or_refused_by_name(api: Api, path: str, query: str) -> None:
     check(await api.send("GET", f"{path}?{query}"), path, query)
 
@@ -224,7 +225,7 @@ def nested_map(depth: int) -> bytes:
     return b"\x81\xa1a" * depth + b"\xc0"
 
 
-@pytest.mark.parametrize("depth", [400, 510, 600, *range(1010, 1026)])
+@each_row("depth", [400, 510, 600, *range(1010, 1026)])
 async def test_a_run_config_nested_too_deep_to_be_handed_out_is_refused_when_it_comes(
     api: Api, queue: str, depth: int
 ) -> None:
@@ -241,7 +242,7 @@ async def test_a_run_config_nested_too_deep_to_be_handed_out_is_refused_when_it_
             assert answer.error in ((400, "WireError"), (400, "ValueError"))
 
 
-@pytest.mark.parametrize("path", GOOD)
+@each_row("path", GOOD)
 async def test_nesting_in_any_field_is_served_or_refused_by_name(api: Api, path: str) -> None:
     """As deep as a body may be read, which is deeper than a packer goes or the text of a value can be made."""
     good = GOOD[path]
@@ -306,9 +307,7 @@ async def test_a_compressed_body_is_not_unpacked(api: Api) -> None:
 # --- ids that lead elsewhere -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "id", ["../../x", "..", ".", "/etc/passwd", "a/b", "a\\b", "a\0", "a\n", "C:", "a" * 65, "", "ä", "٣"]
-)
+@each_row("id", ["../../x", "..", ".", "/etc/passwd", "a/b", "a\\b", "a\0", "a\n", "C:", "a" * 65, "", "ä", "٣"])
 async def test_an_id_that_could_be_a_path_is_refused_wherever_one_is_named(api: Api, id: str) -> None:
     for path, good in GOOD.items():
         if "invocation_id" in good:

@@ -12,7 +12,7 @@ import anyio
 import httpx
 import pytest
 import server_kit
-from helpers import wait_until
+from helpers import each_row, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server_kit import PATIENCE, Asked, Client, client_of, served
@@ -71,7 +71,7 @@ def test_every_route_of_the_protocol_leads_to_a_handler_with_and_without_a_names
     assert {*ROUTES} > HELD
 
 
-@pytest.mark.parametrize(
+@each_row(
     "path",
     [
         "", "/", "/v1", "/v1/", "/v2/producer/submit", "/v1/producer/submit/", "/producer/submit", "//v1/producer/submit",
@@ -106,7 +106,7 @@ async def test_another_method_is_a_405_that_names_the_right_one(client: Client) 
         assert (await client.http.request(method, SUBMIT)).status_code == 405
 
 
-@pytest.mark.parametrize("id", ["a.b", "a b", "%", "ä", "x" * 65, "..", "a\x00b", "a\nb"])
+@each_row("id", ["a.b", "a b", "%", "ä", "x" * 65, "..", "a\x00b", "a\nb"])
 async def test_an_id_in_a_path_that_is_none_is_a_400_that_says_so(here: dls.Dispatch, id: str) -> None:
     for path in (f"{INVOCATIONS}/{id}", f"{INVOCATIONS}/{id}/result/stream"):
         status, kind, message = (await ask(here, path)).error
@@ -173,7 +173,7 @@ async def test_the_content_type_may_be_spelled_in_every_way(client: Client, kind
     assert (await client.post(SUBMIT, submit_of("a"), content_type=kind)).status == 200
 
 
-@pytest.mark.parametrize(
+@each_row(
     "host",
     [
         "evil.example",
@@ -483,7 +483,7 @@ async def test_no_more_bytes_of_bodies_are_read_at_the_same_time_than_the_limit(
     assert app.endpoint.service.reading == 0
 
 
-@pytest.mark.parametrize(
+@each_row(
     "body",
     [
         b"\xc1",
@@ -608,8 +608,8 @@ async def test_invocations_are_listed_by_every_filter_newest_first(client: Clien
     assert (await client.get(QUEUES, {"state": "killed"})).fields["queues"] == [["other", "killed", 1]]
 
 
-@pytest.mark.parametrize(
-    ("query", "sentence"),
+@each_row(
+    "query, sentence",
     [
         ("limit=0", f"expected `limit` from 1 to {MAX_ITEMS_PER_REQUEST}, got 0"),
         (
