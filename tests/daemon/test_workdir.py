@@ -18,6 +18,7 @@ from helpers import wait_until_sync
 
 from dreamlake.lakeshore.daemon import workdir
 from dreamlake.lakeshore.daemon.workdir import (
+    ErrorReport,
     Folder,
     last_output,
     prune,
@@ -83,9 +84,9 @@ def test_traps_are_not_read(tmp_path: Path) -> None:
 def test_errors_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read_error(tmp_path) is None
     write_error(tmp_path, "E", "half: \ud800", None, final=True)
-    assert read_error(tmp_path) == ("E", "half: \\ud800", None, True)
+    assert read_error(tmp_path) == ErrorReport("E", "half: \\ud800", None, True)
     write_error(tmp_path, "E", "", "trace", final=False)
-    assert read_error(tmp_path) == ("E", "", "trace", False)
+    assert read_error(tmp_path) == ErrorReport("E", "", "trace", False)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_what_is_no_error_is_none(tmp_path: Path, content: str) -> None:
 
 def test_an_error_of_a_foreign_child_needs_a_type_and_a_message_only(tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text(json.dumps({"type": "E", "message": "m", "traceback": 7, "more": []}))
-    assert read_error(tmp_path) == ("E", "m", None, False)
+    assert read_error(tmp_path) == ErrorReport("E", "m", None, False)
 
 
 def test_the_last_output_is_that_of_stderr_if_there_is_any(tmp_path: Path) -> None:
