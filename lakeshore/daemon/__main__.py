@@ -1,4 +1,4 @@
-"""`python -m dreamlake.lakeshore.daemon ...`: `lakeshore worker start ...` where no script is on the PATH."""
+"""`python -m dreamlake.lakeshore.daemon ...`: does what `lakeshore worker start ...` does, if no script is on the PATH."""
 
 from __future__ import annotations
 

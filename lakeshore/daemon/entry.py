@@ -1,11 +1,11 @@
-"""`python3 -m dreamlake.lakeshore.daemon.entry`: the child that runs one invocation, in a process of its own.
+"""`python3 -m dreamlake.lakeshore.daemon.entry`: the child that runs one invocation in a process of its own.
 
-What it is to do stands in the environment and in `args.msgpack`, see `workdir`. It leaves `result.msgpack` and exit 0,
-or `error.json`, the traceback on stderr, and exit 1, whatever the body does short of killing it. Yielded values go to
-`frames.msgpack` as they come.
+The environment and `args.msgpack` say what to run, see `workdir`. The child leaves `result.msgpack` and exits with 0; or it
+leaves `error.json`, writes the traceback to stderr and exits with 1. Only what kills the process prevents that. Yielded
+values are written to `frames.msgpack` at once.
 
-Bodies run in the main thread, where signal handlers can be set. SIGTERM stops them: an async body is cancelled, in any
-other SystemExit is raised, once; `finally` blocks run. A body that goes on all the same has the result it returns.
+Bodies run in the main thread, where they can set signal handlers. SIGTERM stops a body: an async body is cancelled, in any
+other SystemExit is raised, once. Its `finally` blocks run. If the body returns a result nevertheless, the result counts.
 """
 
 from __future__ import annotations
@@ -40,57 +40,60 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-__all__ = ["main", "run", "wait_at"]
+__all__ = ["main", "run", "wait_at_gate"]
 
 STOPPED = 128 + signal.SIGTERM
-EXIT_BOUND = 5.0
+"""The exit code of a process that SIGTERM ended, as shells report it."""
+EXIT_TIMEOUT = 5.0
 """Seconds that threads and exit handlers of the body have once its outcome is written."""
 
+_STOPPED_BY_SIGNAL = BodyOutcome("failed", None, Failure("Cancelled", "stopped by SIGTERM"))
 
-class Stop:
-    """SIGTERM, and what it means for the body."""
+
+class StopSignal:
+    """Stops the body when SIGTERM arrives."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received = False
 
-    def listen(self) -> None:
-        """From now on SIGTERM raises SystemExit in this thread, the first one only."""
+    def enable(self) -> None:
+        """From now on the first SIGTERM raises SystemExit in this thread."""
         signal.signal(signal.SIGTERM, self._raise)
 
-    def ignore(self) -> None:
-        """From now on SIGTERM changes nothing."""
+    def disable(self) -> None:
+        """From now on SIGTERM is ignored."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _raise(self, *_: object) -> None:
-        if not self.asked:
-            self.asked = True
+        if not self.received:
+            self.received = True
             raise SystemExit(STOPPED)
 
     def run_async(self, body: Callable[[], Awaitable[BodyOutcome]]) -> BodyOutcome:
-        """Run an async body on an event loop of its own, on which SIGTERM cancels it."""
+        """Run an async body on an event loop of its own, where SIGTERM cancels it."""
         import anyio
 
         async def watch(scope: anyio.CancelScope, *, task_status: anyio.abc.TaskStatus[None]) -> None:
             with anyio.open_signal_receiver(signal.SIGTERM) as signals:
                 task_status.started()
                 async for _ in signals:
-                    self.asked = True
+                    self.received = True
                     scope.cancel()
 
         async def main() -> BodyOutcome:
-            done = _stopped()
+            outcome = _STOPPED_BY_SIGNAL
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as group:
                     await group.start(watch, scope)
-                    done = await body()
+                    outcome = await body()
                     group.cancel_scope.cancel()
-            return done
+            return outcome
 
         return anyio.run(main)
 
 
 class FrameFile:
-    """The `ValueSink` of the body: values become frames at the end of a file."""
+    """The `ValueSink` of the body: each value becomes a frame at the end of a file."""
 
     function = "?"
     in_thread = False
@@ -101,7 +104,7 @@ class FrameFile:
         self._seq = 0
 
     def begin(self) -> None:
-        self._file = open(self._path, "xb", buffering=0, opener=_private)
+        self._file = open(self._path, "xb", buffering=0, opener=_open_private)
 
     def add(self, value: Any) -> Backpressure:
         view = memoryview(Frame(FrameKind.VALUE, self._seq, value).to_bytes())
@@ -120,89 +123,87 @@ class FrameFile:
             self._file.close()
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def wait_at(gate: int) -> None:
-    """Wait until the daemon has done all that belongs to the start. If it ended in place of that, this process does, too."""
-    said = os.read(gate, 1)
+def wait_at_gate(gate: int) -> None:
+    """Wait until the daemon has done everything that belongs to the start. If the daemon has ended instead, exit."""
+    byte = os.read(gate, 1)
     os.close(gate)
-    if not said:
+    if not byte:
         os._exit(STOPPED)
 
 
 def run() -> int:
-    """Run the invocation that the environment describes, and leave its outcome in its folder; the exit code."""
-    folder, stop = folder_of(os.environ), Stop()
+    """Run the invocation that the environment describes, leave its outcome in the folder, and return the exit code."""
+    folder = folder_of(os.environ)
+    stop = StopSignal()
     try:
-        stop.listen()
+        stop.enable()
         try:
-            done = _body(folder, stop)
+            outcome = _run_body(folder, stop)
         finally:
-            stop.ignore()
-    except BaseException as exc:  # Ctrl-C, or a SIGTERM at a place where no body was to be stopped
-        done = failed(exc)
-    if stop.asked and done.state != "succeeded":
-        done = _stopped()
-    return _leave(folder, done)
+            stop.disable()
+    except BaseException as exc:  # Ctrl-C, or a SIGTERM outside of the body
+        outcome = failed(exc)
+    if stop.received and outcome.state != "succeeded":
+        outcome = _STOPPED_BY_SIGNAL
+    return _write_outcome(folder, outcome)
 
 
-def _body(folder: Path, stop: Stop) -> BodyOutcome:
+def _run_body(folder: Path, stop: StopSignal) -> BodyOutcome:
     try:
         remove_leftovers(folder, RESULT, ERROR, FRAMES)
-        orders = ChildSettings.read(os.environ)
-        settings = BodySettings(
-            orders.root, orders.allow_pickled, orders.runtime_policy, allow_modules=orders.allow_modules
-        )
+        child = ChildSettings.read(os.environ)
         args = (folder / ARGS).read_bytes()
     except (OSError, ValueError) as exc:
         return failed_permanently(exc)
-    emit = FrameFile(folder)
+    settings = BodySettings(child.root, child.allow_pickled, child.runtime_policy, allow_modules=child.allow_modules)
+    frames = FrameFile(folder)
     try:
         return execute_blocking(
-            args, settings, emit, id=orders.id, attempt=orders.attempt, prefix=orders.prefix, loop=stop.run_async
+            args, settings, frames, id=child.id, attempt=child.attempt, prefix=child.prefix, loop=stop.run_async
         )
     finally:
-        emit.close()
+        frames.close()
 
 
-def _stopped() -> BodyOutcome:
-    return BodyOutcome("failed", None, Failure("Cancelled", "stopped by SIGTERM"))
-
-
-def _leave(folder: Path, done: BodyOutcome) -> int:
-    if done.error is None and done.result is not None:
+def _write_outcome(folder: Path, outcome: BodyOutcome) -> int:
+    """Write the result or the error of the body. Return the exit code."""
+    if outcome.error is None and outcome.result is not None:
         try:
-            write_file(folder, RESULT, done.result)
+            write_file(folder, RESULT, outcome.result)
             return 0
-        except OSError as exc:  # no space, most likely: an error takes less
-            done = failed_permanently(exc)
-    error = done.error or Failure("DaemonError", "nothing came of the body")
+        except OSError as exc:  # most likely the disk is full: an error takes less space
+            outcome = failed_permanently(exc)
+    error = outcome.error or Failure("DaemonError", "the body has neither a result nor an error")
     sys.stderr.write(error.traceback or f"{error.type}: {error.message}\n")
     try:
-        write_error(folder, error.type, error.message, error.traceback, done.final)
+        write_error(folder, error.type, error.message, error.traceback, outcome.final)
     except OSError as exc:
         sys.stderr.write(f"{ERROR} could not be written: {exc}\n")
     return 1
 
 
 def main() -> NoReturn:
-    """Run and exit, in a few seconds even if the body left a thread that would keep the interpreter alive.
-
-    Threads are waited for and exit handlers run, as ever, but nothing is taken apart after that: it would cost more than
-    a small body, and a library that crashes at it would spoil a result that is there.
-    """
+    """Run the invocation and exit, `EXIT_TIMEOUT` later at most, even if the body left a thread that does not end."""
     gate = os.environ.pop(GATE, "")
     if gate:
-        wait_at(int(gate))
-    if modules := os.environ.pop(MODULES, ""):
+        wait_at_gate(int(gate))
+    modules = os.environ.pop(MODULES, "")
+    if modules:
         sys.path.insert(0, modules)
     code = run()
-    threading.Thread(target=_end, args=(code,), daemon=True).start()
+    threading.Thread(target=_exit_after_timeout, args=(code,), daemon=True).start()
+    # Threads are joined and exit handlers run, as at any exit of an interpreter. What an interpreter does after that is
+    # left out: to free every module takes longer than a small body, and a library that crashes there would turn a result
+    # that is already written into a failure. There is no public way to stop between the two. `sys.exit` goes on to free
+    # the modules; an exit handler of ours that calls `os._exit` would run before the handlers that were registered earlier,
+    # such as those of tempfile and of coverage, and skip them. Where these functions are missing, only they are skipped.
     try:
-        getattr(threading, "_shutdown", _nothing)()
-        getattr(atexit, "_run_exitfuncs", _nothing)()
+        getattr(threading, "_shutdown", _do_nothing)()
+        getattr(atexit, "_run_exitfuncs", _do_nothing)()
     finally:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
@@ -210,11 +211,11 @@ def main() -> NoReturn:
         os._exit(code)
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
-def _end(code: int) -> None:
-    time.sleep(EXIT_BOUND)
+def _exit_after_timeout(code: int) -> None:
+    time.sleep(EXIT_TIMEOUT)
     os._exit(code)
 
 
