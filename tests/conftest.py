@@ -166,7 +166,7 @@ def _no_state_changed(_no_thread_left: None) -> Iterator[None]:
 
 
 _LOGGERS = ("dreamlake", "uvicorn", "tests")
-"""The loggers that the package and its tests set, with those below them."""
+"""The loggers that the package and its tests set, with those below them; uvicorn sets `uvicorn.access` itself, for good."""
 _SIGNALS = sorted(
     signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM}
 )  # the last is pytest-timeout's
@@ -175,7 +175,8 @@ _SIGNALS = sorted(
 def _loggers() -> Iterator[logging.Logger]:
     yield logging.root
     for name, logger in list(logging.root.manager.loggerDict.items()):
-        if isinstance(logger, logging.Logger) and name.partition(".")[0] in _LOGGERS:
+        ours = name.partition(".")[0] in _LOGGERS and name != "uvicorn.access"
+        if ours and isinstance(logger, logging.Logger):
             yield logger
 
 
