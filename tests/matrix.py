@@ -109,9 +109,9 @@ NEEDS = (
     Needs("runners/test_gvisor_runner.py*", "runsc", frozenset({"arguments", "engine"})),
     Needs("runners/test_slurm_runner.py*", "slurm", frozenset({"cluster"})),
     Needs("test_typing.py::test_R79*", "mypy and pyright"),
-    Needs("wire/test_wire_torch.py*", "torch"),
+    Needs("wire/test_torch_values.py*", "torch"),
     Needs("wire/*_of_torch*", "torch"),
-    Needs("wire/test_wire_memory.py::test_tensors_*", "torch"),
+    Needs("wire/test_codec_memory.py::test_tensors_*", "torch"),
 )
 
 

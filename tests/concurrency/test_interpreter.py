@@ -206,14 +206,14 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_no_way_to_leave_the_interpreter_hangs(ending: str) -> None:
+def test_no_way_to_exit_the_interpreter_hangs(ending: str) -> None:
     script, code, closed = ENDINGS[ending]
     out, err = run_python(RESOURCE + script.replace("; ", "\n"), code=code)
     assert out.count("closed") == closed
     assert err == ("sorry\n" if code else "")
 
 
-def test_a_call_after_the_end_says_so() -> None:
+def test_a_call_after_the_end_is_an_error() -> None:
     out, err = run_python(
         """
         import atexit

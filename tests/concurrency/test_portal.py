@@ -1,267 +1,142 @@
-"""Blocking callers: where their call runs, and where it warns or refuses."""
+"""Calls from other loops to the portal's."""
 
 from __future__ import annotations
 
-import asyncio
+import random
 import threading
-import warnings
 from contextvars import ContextVar
-from functools import partial
-from typing import Any
 
 import anyio
 import pytest
-from helpers import wait_until, wait_until_sync
+from helpers import wait_until
 
 from dreamlake.lakeshore.concurrency import portal as _portal
-from dreamlake.lakeshore.concurrency import run_sync as _run_sync
-from dreamlake.lakeshore.concurrency.loops import loop_token
-from dreamlake.lakeshore.concurrency.portal import portal
-from dreamlake.lakeshore.concurrency.run_sync import run_sync, worker_runs_here
-from dreamlake.lakeshore.errors import DispatchError, PlaneUnavailable
+from dreamlake.lakeshore.concurrency.loops import run_sync_soon
+from dreamlake.lakeshore.concurrency.portal import Home, across, on_portal, portal
+from dreamlake.lakeshore.errors import PlaneUnavailable
 
-anyio_test = pytest.mark.anyio
+pytestmark = pytest.mark.anyio
+GONE = "the event loop that this package keeps in the thread 'lakeshore-portal' ended before the answer came"
 both_loops = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 colour: ContextVar[str] = ContextVar("colour", default="none")
-HINT = "await q.result(...)"
 
 
-async def double(number: int) -> int:
-    await anyio.sleep(0.001)
-    if number < 0:
-        raise ValueError("negative")
-    return number * 2
+class Boom(BaseException): ...
 
 
-async def where() -> tuple[str, Any]:
-    return threading.current_thread().name, loop_token()
+async def thread_here() -> str:
+    return threading.current_thread().name
 
 
-# Plain threads
+@pytest.mark.parametrize("home", ["asyncio", "portal"])
+async def test_across_runs_where_the_driver_lives(home: Home, anyio_backend_name: str) -> None:
+    here = threading.current_thread().name
+    at_home = here if (home, anyio_backend_name) == ("asyncio", "asyncio") else "lakeshore-portal"
+    assert await across(home, thread_here) == at_home
 
 
-def test_a_plain_thread_runs_on_the_portal() -> None:
-    assert run_sync(double, 4, hint=HINT) == 8
-    with pytest.raises(ValueError, match=r"^negative$"):
-        run_sync(double, -1, hint=HINT)
-    assert run_sync(where, hint=HINT)[0] == "lakeshore-portal"
+async def test_across_from_the_portal_stays_there() -> None:
+    assert not on_portal()
+
+    async def there() -> tuple[bool, str]:
+        return on_portal(), await across("portal", thread_here)
+
+    assert await across("portal", there) == (True, "lakeshore-portal")
 
 
-def test_context_variables_flow_in() -> None:
-    async def see() -> str:
-        return colour.get()
+async def test_across_passes_arguments_context_and_errors() -> None:
+    async def there(one: int, two: int) -> tuple[int, str]:
+        if one == two:
+            raise RuntimeError("its own")
+        return one - two, colour.get()
 
-    token = colour.set("green")
-    try:
-        assert run_sync(see, hint=HINT) == "green"
-    finally:
-        colour.reset(token)
-    assert run_sync(see, hint=HINT) == "none"
-
-
-def test_64_threads_at_once() -> None:
-    answers: dict[int, list[int]] = {}
-
-    def work(number: int) -> None:
-        answers[number] = [run_sync(double, number * 100 + at, hint=HINT) for at in range(20)]
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == {number: [(number * 100 + at) * 2 for at in range(20)] for number in range(64)}
-    assert not _portal.running_portal().waiting
+    colour.set("red")
+    assert await across("portal", there, 5, 3) == (2, "red")
+    with pytest.raises(RuntimeError, match=r"^its own$") as caught:
+        await across("portal", there, 1, 1)
+    assert not isinstance(caught.value, PlaneUnavailable)
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_what_would_end_a_loop_is_the_callers(error: type[BaseException]) -> None:
-    async def leave() -> None:
-        raise error("enough")
+async def test_across_cancels_the_far_side_and_waits_for_its_end() -> None:
+    begun, ended = threading.Event(), threading.Event()
 
-    before = portal()
-    with pytest.raises(error, match="enough"):
-        run_sync(leave, hint=HINT)
-    assert portal() is before
-    assert run_sync(double, 1, hint=HINT) == 2
-
-
-def test_a_call_that_is_cancelled_by_somebody_else_is_answered() -> None:
-    async def cancelled() -> None:
-        asyncio.get_running_loop().call_soon(task_of_this().cancel)
-        await anyio.sleep_forever()
-
-    def task_of_this() -> Any:
-        return asyncio.current_task()
-
-    with pytest.raises(PlaneUnavailable):
-        run_sync(cancelled, hint=HINT)
-    assert run_sync(double, 1, hint=HINT) == 2
-
-
-def test_a_portal_that_ends_answers_all_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    mortal = _portal._Portal()
-    monkeypatch.setattr(_portal, "_current", mortal)
-    errors = list[str]()
-
-    def call() -> None:
-        with pytest.raises(PlaneUnavailable) as caught:
-            run_sync(anyio.sleep_forever, hint=HINT)
-        errors.append(str(caught.value))
-
-    threads = [threading.Thread(target=call) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    wait_until_sync(lambda: len(mortal.waiting) == 5)
-    _portal.run_sync_soon(mortal.token, mortal.stop.set)
-    for thread in threads:
-        thread.join()
-    with pytest.raises(PlaneUnavailable):
-        mortal.call(double, (1,))
-    sentence = "the event loop that this package keeps in the thread 'lakeshore-portal' ended before the answer came"
-    assert errors == [sentence] * 5
-
-
-# Worker threads of anyio
-
-
-@anyio_test
-async def test_a_worker_thread_goes_back_to_its_own_loop() -> None:
-    colour.set("amber")
-
-    async def see() -> tuple[str, Any, str]:
-        return *(await where()), colour.get()
-
-    seen = await anyio.to_thread.run_sync(lambda: run_sync(see, hint=HINT))
-    assert seen == (threading.current_thread().name, loop_token(), "amber")
-
-    calls = list[int]()
-
-    def fails() -> None:
-        async def own() -> None:
-            calls.append(1)
-            raise anyio.NoEventLoopError("its own")
-
-        with pytest.raises(anyio.NoEventLoopError, match=r"^its own$"):
-            run_sync(own, hint=HINT)
-
-    await anyio.to_thread.run_sync(fails)
-    assert calls == [1]
-
-
-@anyio_test
-async def test_cancelling_the_host_task_of_a_worker_thread_cancels_its_call() -> None:
-    begun, ended = anyio.Event(), list[bool]()
-
-    async def wait() -> None:
+    async def there() -> None:
         try:
             begun.set()
             await anyio.sleep_forever()
         finally:
-            ended.append(True)
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.02)
+                ended.set()
 
     async with anyio.create_task_group() as group:
-        group.start_soon(anyio.to_thread.run_sync, lambda: run_sync(wait, hint=HINT))
-        await begun.wait()
+        group.start_soon(across, "portal", there)
+        await wait_until(begun.is_set)
         group.cancel_scope.cancel()
-    assert ended == [True]
+    assert ended.is_set()
 
 
-@both_loops
-def test_a_worker_thread_that_outlives_its_loop_is_told(backend: str) -> None:
-    began, release, errors = threading.Event(), threading.Event(), list[str]()
+async def test_a_storm_of_cancelled_crossings_leaves_nothing_running() -> None:
+    dice, running, counts = random.Random(1), [0], {"begun": 0, "ended": 0}
 
-    def late() -> None:
-        began.set()
-        release.wait()
+    async def there() -> None:
+        counts["begun"] += 1
+        running[0] += 1
+        try:
+            for _ in range(dice.randrange(4)):
+                await anyio.sleep(0.001)
+        finally:
+            running[0] -= 1
+            counts["ended"] += 1
+
+    async def caller() -> None:
+        with anyio.move_on_after(dice.random() * 0.01):
+            await across("portal", there)
+
+    threads = threading.active_count()
+    async with anyio.create_task_group() as group:
+        for _ in range(1000):
+            group.start_soon(caller)
+    assert running == [0]
+    assert counts["begun"] == counts["ended"] > 0
+    assert threading.active_count() <= threads + 1  # the portal's, if it is new
+    assert await across("portal", thread_here) == "lakeshore-portal"
+
+
+async def test_a_portal_that_dies_is_unavailable_and_the_next_call_starts_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before, waiting = portal(), threading.Event()
+
+    async def wait() -> None:
+        waiting.set()
+        await anyio.sleep_forever()
+
+    async def die() -> None:
+        raise Boom
+
+    async def bystander() -> None:
         with pytest.raises(PlaneUnavailable) as caught:
-            run_sync(double, 1, hint=HINT)
-        errors.append(str(caught.value))
+            await across("portal", wait)
+        assert str(caught.value) == GONE
 
-    async def main() -> None:
-        async with anyio.create_task_group() as group:
-            group.start_soon(partial(anyio.to_thread.run_sync, late, abandon_on_cancel=True))
-            await wait_until(began.is_set)
-            group.cancel_scope.cancel()
-
-    anyio.run(main, backend=backend)
-    release.set()
-    wait_until_sync(lambda: errors, description="the answer to the late call")
-    assert errors == ["the event loop that this worker thread serves has ended"]
-
-
-# Threads whose event loop is running
+    thread = _portal.running_portal().thread
+    async with anyio.create_task_group() as group:
+        group.start_soon(bystander)
+        await wait_until(waiting.is_set)
+        with pytest.raises(Boom):
+            await across("portal", die)
+    await wait_until(lambda: not thread.is_alive())
+    assert "the portal's event loop ended with an error" in caplog.text
+    assert await across("portal", thread_here) == "lakeshore-portal"
+    assert portal() is not before
 
 
-@anyio_test
-async def test_on_a_running_loop_it_works_and_warns_once_where_it_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_run_sync, "_warned", set())
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for number in range(3):
-            assert run_sync(double, number, hint=HINT) == number * 2
-    (warning,) = seen
-    assert warning.category is RuntimeWarning
-    assert str(warning.message) == (
-        "a blocking call on a thread whose event loop is running stops that loop until the answer comes: "
-        "use `await q.result(...)`"
-    )
-    assert warning.filename == __file__
-    assert not _run_sync._blocked
-
-
-@anyio_test
-async def test_the_warning_as_an_error_stops_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_run_sync, "_warned", set())
-    for _ in range(2):
-        with pytest.raises(RuntimeWarning, match="a blocking call"):
-            run_sync(double, 1, hint=HINT)
-
-
-def test_a_callback_of_a_running_loop_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_run_sync, "_warned", set())
-
-    async def main() -> str:
-        answer = asyncio.get_running_loop().create_future()
-
-        def callback() -> None:  # outside of any task
-            with pytest.raises(RuntimeWarning) as caught:
-                run_sync(double, 1, hint=HINT)
-            answer.set_result(str(caught.value))
-
-        asyncio.get_running_loop().call_soon(callback)
-        return await answer
-
-    assert asyncio.run(main()).endswith("use `await q.result(...)`")
-
-
-@anyio_test
-async def test_R87_on_the_loop_of_a_worker_it_raises_at_once() -> None:
-    with worker_runs_here(), worker_runs_here():
-        pass
-    with worker_runs_here():
-        with pytest.raises(DispatchError) as caught:
-            run_sync(double, 1, hint=HINT)
-        assert str(caught.value) == (
-            "a blocking call on a worker's event loop stops the worker, and its answer may never come: use "
-            "`await q.result(...)`, or make the function that calls it a plain `def`, which the worker runs in a thread"
-        )
-        in_thread = await anyio.to_thread.run_sync(lambda: run_sync(double, 2, hint=HINT))
-        assert in_thread == 4
-        other_loop = threading.Thread(target=lambda: answers.append(run_sync(double, 3, hint=HINT)))
-        answers = list[int]()
-        other_loop.start()
-        await wait_until(lambda: answers == [6])
-        other_loop.join()
-    assert not _run_sync._workers
-
-
-def test_R87_on_the_thread_of_the_portal_it_raises_at_once() -> None:
-    async def blocking() -> None:
-        run_sync(double, 1, hint=HINT)
-
-    with pytest.raises(DispatchError) as caught:
-        run_sync(blocking, hint=HINT)
-    assert str(caught.value) == (
-        "a blocking call on the thread of the loop that has to answer it: use `await q.result(...)` instead"
-    )
+async def test_a_portal_that_is_closed_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = _portal._Portal()
+    run_sync_soon(closed.token, closed.stop.set)
+    await wait_until(lambda: not closed.thread.is_alive())
+    monkeypatch.setattr(_portal, "portal", lambda: closed.portal)
+    with pytest.raises(PlaneUnavailable) as caught:
+        await across("portal", thread_here)
+    assert str(caught.value) == GONE

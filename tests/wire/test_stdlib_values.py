@@ -140,7 +140,7 @@ def test_equal_sets_pack_to_equal_bytes() -> None:
 
 
 @pytest.mark.usefixtures("stdlib")
-def test_what_the_codecs_do_not_take_says_why() -> None:
+def test_the_error_for_other_values_gives_the_reason() -> None:
     class Odd(tzinfo):
         def utcoffset(self, moment: datetime | None) -> timedelta:
             return timedelta(hours=1)
@@ -149,7 +149,7 @@ def test_what_the_codecs_do_not_take_says_why() -> None:
         wire.pack({"when": datetime(2024, 1, 1, tzinfo=Odd())})
     assert str(caught.value) == (
         'cannot pack a value of type datetime.datetime at $["when"]: its time zone is a '
-        f"{__name__}.test_what_the_codecs_do_not_take_says_why.<locals>.Odd, which has no portable form; "
+        f"{__name__}.test_the_error_for_other_values_gives_the_reason.<locals>.Odd, which has no portable form; "
         "use zoneinfo.ZoneInfo(...) or datetime.timezone, for example value.astimezone(datetime.timezone.utc)"
     )
 
@@ -209,13 +209,13 @@ def test_registering_the_set_again_changes_nothing() -> None:
         (26, ["PurePosixPath", b"\xff"]),
     ],
 )
-def test_lying_bodies_are_wire_errors(code: int, body: Any) -> None:
+def test_false_bodies_are_wire_errors(code: int, body: Any) -> None:
     with pytest.raises(WireError, match=f"cannot unpack the ext value of code {code} "):
         wire.unpack(bytes(msgpack.packb(msgpack.ExtType(code, msgpack.packb(body)))))
 
 
 @pytest.mark.usefixtures("stdlib")
 @pytest.mark.parametrize(("code", "body"), [(20, b"short"), (21, b"1x"), (21, b"\xff"), (24, b"short")])
-def test_lying_raw_bodies_are_wire_errors(code: int, body: bytes) -> None:
+def test_false_raw_bodies_are_wire_errors(code: int, body: bytes) -> None:
     with pytest.raises(WireError, match=f"cannot unpack the ext value of code {code} "):
         wire.unpack(bytes(msgpack.packb(msgpack.ExtType(code, body))))

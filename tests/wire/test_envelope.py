@@ -72,7 +72,7 @@ def test_absent_and_nil_fields_take_their_defaults() -> None:
     assert wire.Envelope.from_bytes(raw(cfg=None)).cfg is None  # what a sender said is passed on as it was
 
 
-def test_what_a_newer_sender_says_survives() -> None:
+def test_unknown_fields_of_a_newer_sender_survive() -> None:
     cfg = {"code": {"url": "s3://a", "sha": b"x"}, "future": [(1, 2)]}
     envelope = wire.Envelope.from_bytes(raw(cfg=cfg, trace={"id": (1, 2)}))
     assert envelope.extra == {"trace": {"id": (1, 2)}}
@@ -87,7 +87,7 @@ def test_extra_cannot_shadow_a_field() -> None:
         wire.Envelope("1", REF, extra={"id": "2"}).to_bytes()
 
 
-def test_what_cannot_be_packed_is_named() -> None:
+def test_the_error_names_the_field_that_cannot_be_packed() -> None:
     with pytest.raises(EncodeError, match=r'a value of type object at \$\["cfg"\]\["x"\]\[0\]: '):
         wire.Envelope("1", REF, cfg={"x": [object()]}).to_bytes()
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_packed_is_named() -> None:
         (wire.pack(None), "expected a map, got nil"),
     ],
 )
-def test_what_is_no_envelope_says_what_is_wrong(data: bytes, part: str) -> None:
+def test_the_error_for_a_wrong_envelope_names_the_fault(data: bytes, part: str) -> None:
     message = refusal(data)
     assert message.startswith("not an Envelope: ")
     assert part in message

@@ -241,7 +241,7 @@ def raw(mode: Any = "L", size: Any = (2, 2), palette_mode: Any = None, palette: 
     ],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_lying_bodies_are_wire_errors(body: list[Any]) -> None:
+def test_false_bodies_are_wire_errors(body: list[Any]) -> None:
     with pytest.raises(WireError, match=r"cannot unpack the ext value of code 3 \(PIL\.Image, \d+ bytes\): "):
         wire.unpack(blob_of(*body))
 

@@ -129,6 +129,6 @@ def test_a_tensor_is_no_dict_key(torch: Any) -> None:
         "float32",
     ],
 )
-def test_lying_bodies_are_wire_errors(torch: Any, body: Any) -> None:
+def test_false_bodies_are_wire_errors(torch: Any, body: Any) -> None:
     with pytest.raises(WireError, match=r"code 2 \(torch\.Tensor"):
         wire.unpack(bytes(msgpack.packb(msgpack.ExtType(2, msgpack.packb(body)))))

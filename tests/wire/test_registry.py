@@ -126,7 +126,7 @@ def test_a_match_that_raises() -> None:
     assert "the codec 'weak' failed on it (ZeroDivisionError: oops)" in refusal({"k": [Point(1)]})
 
 
-def test_running_out_of_memory_is_nobodys_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_error_in_a_codec_is_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     wire.register(wire.Codec(40, "big", is_point, failing(MemoryError()), failing(MemoryError())))
     with pytest.raises(MemoryError):
         wire.pack([Point(1)])

@@ -124,7 +124,7 @@ LIES = [
 
 
 @pytest.mark.parametrize("number", range(len(LIES)))
-def test_R50_a_length_that_lies_costs_neither_memory_nor_time(number: int) -> None:
+def test_R50_a_false_length_costs_neither_memory_nor_time(number: int) -> None:
     lie = LIES[number]
     for data in (lie, b"\x92\x01" + lie, b"\xc9" + struct.pack(">I", len(lie)) + b"\x05" + lie):
 

@@ -151,12 +151,12 @@ def test_what_a_peer_packs_keeps_its_bytes(name: str) -> None:
 
 
 @each_row("name", sorted(REFUSED.keys() - TORCH))
-def test_what_is_refused_says_why(name: str) -> None:
+def test_the_error_gives_the_reason(name: str) -> None:
     is_refused(name)
 
 
 @each_row("name", sorted(REFUSED.keys() & TORCH))
-def test_what_is_refused_of_torch_says_why(name: str) -> None:
+def test_the_error_of_torch_gives_the_reason(name: str) -> None:
     is_refused(name)
 
 

@@ -144,7 +144,7 @@ def test_frames_before_a_fault_are_delivered_and_the_fault_stays() -> None:
         decoder.close()
 
 
-def test_a_cut_inside_a_frame_is_told_at_the_end() -> None:
+def test_a_cut_inside_a_frame_is_an_error_at_the_end() -> None:
     frame = Frame(0, 0, "x" * 100).to_bytes()
     for size in range(1, len(frame)):
         decoder = FrameDecoder()
@@ -184,7 +184,7 @@ def test_R50_a_container_that_claims_too_much_is_an_error_at_once(lie: bytes) ->
 
 
 @pytest.mark.parametrize("lie", [b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xf0\x05"])
-def test_R50_a_length_that_lies_gets_no_further_than_the_limit(lie: bytes) -> None:
+def test_R50_a_false_length_reads_no_more_than_the_limit(lie: bytes) -> None:
     decoder = FrameDecoder(1000)
     assert list(decoder.feed(b"\x94\x00\x00" + lie + bytes(900))) == []
     with pytest.raises(WireError, match="a frame is larger than this reader's limit of 1000 bytes"):
@@ -259,7 +259,7 @@ async def test_the_reader_reads_an_async_generator() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_reader_tells_a_cut_from_an_end() -> None:
+async def test_the_reader_distinguishes_a_cut_from_an_end() -> None:
     assert [frame async for frame in FrameReader(Source())] == []
     reader = FrameReader(Source(Frame(0, 0).to_bytes(), Frame(0, 1).to_bytes()[:3]))
     assert await anext(reader) == Frame(0, 0)

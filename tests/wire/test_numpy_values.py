@@ -287,7 +287,7 @@ def test_subclasses_of_scalars_are_refused() -> None:
     ],
 )
 @each_row("padding", [b"", b"x" * 5000])
-def test_lying_array_bodies_are_wire_errors(dtype: Any, shape: Any, data: Any, padding: bytes) -> None:
+def test_false_array_bodies_are_wire_errors(dtype: Any, shape: Any, data: Any, padding: bytes) -> None:
     if isinstance(data, bytes):
         data += padding
     for blob in (array_blob(dtype, shape, data), b"\x91" + array_blob(dtype, shape, data)):
@@ -321,6 +321,6 @@ def test_bodies_of_another_shape_are_wire_errors(body: Any) -> None:
         {},
     ],
 )
-def test_lying_scalar_bodies_are_wire_errors(body: Any) -> None:
+def test_false_scalar_bodies_are_wire_errors(body: Any) -> None:
     with pytest.raises(WireError, match=r"code 6 \(numpy scalar"):
         wire.unpack(bytes(msgpack.packb(msgpack.ExtType(6, msgpack.packb(body)))))

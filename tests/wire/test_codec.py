@@ -114,7 +114,7 @@ class Text(str):
 Pair = collections.namedtuple("Pair", "a b")
 
 
-def test_a_refusal_is_a_whole_sentence() -> None:
+def test_an_error_is_a_whole_sentence() -> None:
     assert refusal([{"x": Text("a")}]) == (
         f'cannot pack a value of type {__name__}.Text at $[0]["x"]: it is a subclass of str and would come back as '
         "str; send str(value), or register a codec for it with wire.register(wire.Codec(...))"
@@ -215,7 +215,7 @@ def test_bytes_that_are_no_packed_value(blob: bytes, part: str) -> None:
     assert part in str(caught.value)
 
 
-def test_what_is_larger_than_msgpack_can_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_of_more_than_4_GiB_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit of 9000 bytes in place of 4 GiB."""
     monkeypatch.setattr(codec, "MAX_BODY_BYTES", 9000)
     big = tuple(range(200, 5200))
@@ -257,7 +257,7 @@ def test_wire_loads_msgpack_and_packing_loads_nothing_more() -> None:
     )
 
 
-def test_bytes_that_need_a_missing_module_say_so() -> None:
+def test_the_error_for_bytes_that_need_a_missing_module_names_it() -> None:
     run_python(
         """
         import sys
