@@ -17,9 +17,6 @@ import pytest
 from helpers import wait_until, wait_until_sync
 from hypothesis import HealthCheck, settings
 
-from dreamlake.lakeshore.client import queue as client_queue
-from dreamlake.lakeshore.wire import registry
-
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
@@ -167,6 +164,8 @@ def _no_state_changed(_no_thread_left: None) -> Iterator[None]:
 
 _LOGGERS = ("dreamlake", "uvicorn", "tests")
 """The loggers that the package and its tests set, with those below them; uvicorn sets `uvicorn.access` itself, for good."""
+# Looked up where it is imported already: the measuring of coverage begins after this module.
+_QUEUE, _REGISTRY = "dreamlake.lakeshore.client.queue", "dreamlake.lakeshore.wire.registry"
 _SIGNALS = sorted(
     signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM}
 )  # the last is pytest-timeout's
@@ -183,8 +182,8 @@ def _loggers() -> Iterator[logging.Logger]:
 def _state() -> dict[str, Any]:
     """What a test could change for those after it, by name. A logger that nobody has set up is not in it."""
     state: dict[str, Any] = {
-        "the default plane": client_queue._default.get("plane"),
-        "the registered codecs": registry._registered,
+        "the default plane": sys.modules[_QUEUE]._default.get("plane") if _QUEUE in sys.modules else None,
+        "the registered codecs": sys.modules[_REGISTRY]._registered if _REGISTRY in sys.modules else (),
     }
     state |= {f"the variable {name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     state |= {f"the handler of signal {number:d}": signal.getsignal(number) for number in _SIGNALS}
@@ -207,9 +206,11 @@ def _restore(before: dict[str, Any]) -> None:
             if name.startswith("the variable ")
         }
     )
-    client_queue._default.clear()
-    if before["the default plane"] is not None:
-        client_queue._default["plane"] = before["the default plane"]
+    if _QUEUE in sys.modules:
+        default = sys.modules[_QUEUE]._default
+        default.clear()
+        if before["the default plane"] is not None:
+            default["plane"] = before["the default plane"]
     for number in _SIGNALS:
         handler = before[f"the handler of signal {number:d}"]
         if handler is not None and signal.getsignal(number) != handler:
