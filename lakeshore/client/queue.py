@@ -178,7 +178,7 @@ class Queue:
         several submits to this queue with one key the first wins, whatever its arguments, and its id is everybody's.
         Raises EncodeError, TransportError. A cancelled submit may have happened.
         """
-        id: str = await self.dispatch.do(submission(self.name, payload, key, priority))
+        id = await self.dispatch.do(submission(self.name, payload, key, priority))
         return id
 
     async def submit_many(self, payloads: Iterable[Any], *, priority: float = 0) -> builtins.list[str]:

@@ -222,7 +222,7 @@ def _named(module: str, qualname: str) -> Any:
 
 
 async def _submit(plane: Plane, op: Submit) -> str:
-    id: str = await plane.do(op)
+    id = await plane.do(op)
     return id
 
 

@@ -1,4 +1,4 @@
-"""Who waits for what in this process: topics, waiters, and the one watcher that serves them all."""
+"""The waits of one event loop: who waits for which topic, and the one task that watches the store for all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
+from ..concurrency.backoff import Backoff
 from ..concurrency.tasks import spawn
+from ..errors import PlaneUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -21,12 +23,16 @@ logger = logging.getLogger("dreamlake.lakeshore.planes")
 
 T = TypeVar("T")
 
-LINGER = 3.0
-"""Seconds that the watcher stays, at least, after the last waiter has left: callers come in a row."""
+WATCHER_IDLE_TIME = 3.0
+"""Seconds that the watcher runs on, at least, after the last wait has ended: waits often follow each other."""
+FIRST_WATCH_PAUSE = 0.1
+LONGEST_WATCH_PAUSE = 10.0
+"""Seconds before a watch that failed is started again: the first and the longest."""
 
 
 class Waiter:
-    """One wait, entered under one or more topics. What the news brought along: `outcome`, or the `page` after `cursor`."""
+    """One wait, subscribed under one or more topics, and what the news has brought: an `outcome`, or the `page` after
+    `cursor`."""
 
     __slots__ = ("cursor", "event", "outcome", "page")
 
@@ -37,38 +43,42 @@ class Waiter:
         self.page: Page | None = None
 
     def receive(self, news: News) -> None:
-        """Wake up, and keep what `news` brings."""
-        _, _, outcome, page = news
-        if outcome is not None:
-            self.outcome = outcome
-        elif page is not None and page[0] == self.cursor:
-            self.page = page[1]
+        """Keep what `news` brings, and wake up."""
+        if news.outcome is not None:
+            self.outcome = news.outcome
+        elif news.page is not None and news.page[0] == self.cursor:
+            self.page = news.page[1]
         self.event.set()
 
 
 class Hub:
-    """Wakes waiters by topic. `watch` runs while anybody waits: it learns what others did, and tells it here.
+    """Wakes waiters by topic, which is a kind and a name. It is the `Interest` that a store's `watch` is given.
 
-    A waiter enters its topics before it looks, so that no news falls between the look and the wait. News is a hint: a
-    waiter woken in vain looks and waits again.
+    `watch` runs in a task of the event loop while there are waiters. It reports what other processes change through
+    `publish`, as the engine does for its own operations. News is a hint: a waiter that was woken reads the state, and waits
+    again where there is nothing for it.
     """
 
-    def __init__(self, watch: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, watch: Callable[[], Awaitable[None]], plane: str = "the plane") -> None:
+        """
+        Args:
+            watch: Watches the store until it is cancelled; started again when it fails.
+            plane: The plane's name in errors.
+        """
         self._watch = watch
+        self._plane = plane
         self._waiters: dict[Kind, dict[str, list[Waiter]]] = {"queue": {}, "id": {}, "journal": {}, "claims": {}}
-        self._changed: Callable[[], None] = lambda: None
-        self._each = False
-        self._entered = 0
-        self.closed = self._again = False
-        self._gone: anyio.Event | None = None  # while the watcher runs
+        self.waiting = 0
+        """How many topics are waited for, each as often as it has waiters."""
+        self._on_change: Callable[[], None] = _nothing
+        self._on_each_name = False
+        self._subscriptions = 0  # ever made
+        self.closed = False
+        self._restart = False
+        self._watcher_ended: anyio.Event | None = None  # while the watcher runs
         self._scope: anyio.CancelScope | None = None
 
-    @property
-    def waiting(self) -> bool:
-        """Whether anybody waits for anything."""
-        return any(self._waiters.values())
-
-    # Interest
+    # --- the interest of a store's watch ---
 
     def waits(self, kind: Kind) -> bool:
         return bool(self._waiters[kind])
@@ -81,103 +91,142 @@ class Hub:
         return [waiter.cursor for waiter in waiters if waiter.cursor is not None]
 
     def changed(self, notify: Callable[[], None], *, each: bool = False) -> None:
-        self._changed, self._each = notify, each
+        self._on_change = notify
+        self._on_each_name = each
 
-    # Waiting
+    # --- waiting ---
+
+    async def wait(
+        self,
+        topics: Sequence[tuple[Kind, str]],
+        accept: Callable[[], Awaitable[T | None]],
+        timeout: float | None = None,
+        *,
+        waiter: Waiter | None = None,
+        look_first: bool = True,
+    ) -> T | None:
+        """Call `accept`, and again after each news of `topics`, until it returns something: the waiting loop of all verbs.
+
+        The waiter subscribes before the first look, so that no news is lost between the look and the wait.
+
+        Args:
+            topics: What to wait for; empty where `waiter` is subscribed already, and stays so.
+            accept: Returns what is waited for, or None to wait on.
+            timeout: Seconds; None for no limit. With 0 or less `accept` is called once.
+            waiter: Receives the news, for an `accept` that uses what the news brings.
+            look_first: Whether `accept` is called before the first news.
+
+        Returns:
+            What `accept` returned; None after the timeout.
+
+        Raises:
+            PlaneUnavailable: The plane was closed.
+        """
+        waiter = waiter or Waiter()
+        if timeout is not None:
+            if timeout <= 0:
+                self.check_open()
+                return await accept() if look_first else None
+            with anyio.move_on_after(timeout):
+                return await self.wait(topics, accept, waiter=waiter, look_first=look_first)
+            return None
+        self.subscribe(topics, waiter)
+        try:
+            while True:
+                self.check_open()
+                if not look_first:
+                    await waiter.event.wait()
+                    self.check_open()
+                look_first = False
+                if waiter.event.is_set():
+                    waiter.event = anyio.Event()
+                found = await accept()
+                if found is not None:
+                    return found
+        finally:
+            self.unsubscribe(topics, waiter)
+
+    def check_open(self) -> None:
+        """Raise PlaneUnavailable when the plane was closed: reading from it would open it again."""
+        if self.closed:
+            raise PlaneUnavailable(f"{self._plane} was closed during a wait")
 
     def subscribe(self, topics: Iterable[tuple[Kind, str]], waiter: Waiter) -> None:
-        """Wake `waiter` by news of any of `topics`, from now on."""
-        self._entered += 1
+        """Wake `waiter` by news of any of `topics` from now on."""
+        self._subscriptions += 1
         for kind, name in topics:
             named = self._waiters[kind]
-            new = self._each or (name not in named and (kind == "queue" or not named))
+            is_new = self._on_each_name or (name not in named and (kind == "queue" or not named))
             named.setdefault(name, []).append(waiter)
-            if new:
-                self._changed()
-        if self._gone is None and not self.closed:
+            self.waiting += 1
+            if is_new:
+                self._on_change()
+        if self._watcher_ended is None and not self.closed:
             self._start()
 
     def unsubscribe(self, topics: Iterable[tuple[Kind, str]], waiter: Waiter) -> None:
-        """The end of `enter`."""
+        """Undo `subscribe`."""
         for kind, name in topics:
             named = self._waiters[kind]
             waiting = named[name]
             waiting.remove(waiter)
+            self.waiting -= 1
             if not waiting:
                 del named[name]
                 if kind == "queue" or not named:
-                    self._changed()
-
-    async def until(
-        self,
-        topics: Sequence[tuple[Kind, str]],
-        look: Callable[[], Awaitable[T | None]],
-        *,
-        timeout: float | None = None,
-    ) -> T | None:
-        """Look, and look again after each news of `topics`, until a look gives something; None after `timeout` seconds."""
-        if timeout is not None and timeout <= 0:
-            return await look()
-        waiter = Waiter()
-        self.subscribe(topics, waiter)
-        try:
-            with anyio.move_on_after(timeout):
-                while (found := await look()) is None:
-                    await waiter.event.wait()
-                    waiter.event = anyio.Event()
-                return found
-            return None
-        finally:
-            self.unsubscribe(topics, waiter)
+                    self._on_change()
 
     def publish(self, news: News) -> None:
-        """Wake those whom `news` concerns."""
-        named, name = self._waiters[news.kind], news.name
-        if name is None:
+        """Wake the waiters that `news` concerns."""
+        named = self._waiters[news.kind]
+        if news.name is None:
             for waiting in named.values():
                 for waiter in waiting:
                     waiter.receive(news)
-        elif (found := named.get(name)) is not None:
+        elif (found := named.get(news.name)) is not None:
             for waiter in found:
                 waiter.receive(news)
 
-    # The watcher
+    # --- the watcher ---
 
     def _start(self) -> None:
-        self._gone = anyio.Event()
-        spawn(self._live, self._ended)
+        self._watcher_ended = anyio.Event()
+        spawn(self._run_watcher, self._on_watcher_end)
 
-    async def _live(self) -> None:
-        self._again = False
+    async def _run_watcher(self) -> None:
+        """Watch until nobody has waited for a while."""
+        self._restart = False
         with anyio.CancelScope() as self._scope:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._keep_watching)
-                entered = -1
-                while entered != self._entered or self.waiting:
-                    entered = self._entered
-                    await anyio.sleep(LINGER)
+                seen = -1
+                while seen != self._subscriptions or self.waiting:
+                    seen = self._subscriptions
+                    await anyio.sleep(WATCHER_IDLE_TIME)
                 group.cancel_scope.cancel()
-        self._again = not self.closed  # not so when the event loop ended this task: then nothing may start
+        self._restart = not self.closed  # stays False where the event loop ended this task: no task may start then
 
     async def _keep_watching(self) -> None:
-        delay = 0.1
+        backoff = Backoff(FIRST_WATCH_PAUSE, LONGEST_WATCH_PAUSE, jitter=0.0)
         while True:
             try:
                 await self._watch()
             except Exception as exc:
-                logger.warning("watching the plane failed, again in %.1f s: %s", delay, exc)
-            await anyio.sleep(delay)
-            delay = min(delay * 2, 10.0)
+                delay = backoff.delay_after(backoff.failures)
+                logger.warning("watching the plane failed, retrying in %.1f s: %s", delay, exc)
+            await backoff.pause()
 
-    def _ended(self) -> None:
-        gone, self._gone, self._scope = self._gone, None, None
-        if self._again and self.waiting:  # somebody entered while the watcher was on its way out
+    def _on_watcher_end(self) -> None:
+        ended = self._watcher_ended
+        self._watcher_ended = None
+        self._scope = None
+        if self._restart and self.waiting:  # a wait began while the watcher was ending
             self._start()
-        if gone is not None:
-            gone.set()
+        if ended is not None:
+            ended.set()
 
     def close(self) -> None:
-        """End the watcher; waiters are woken and find the plane closed by their look."""
+        """End the watcher and wake all waiters, which then raise PlaneUnavailable."""
         self.closed = True
         if self._scope is not None:
             self._scope.cancel()
@@ -187,6 +236,9 @@ class Hub:
                     waiter.event.set()
 
     async def ended(self) -> None:
-        """Wait until the watcher has gone."""
-        while self._gone is not None:
-            await self._gone.wait()
+        """Wait until the watcher has ended."""
+        while self._watcher_ended is not None:
+            await self._watcher_ended.wait()
+
+
+def _nothing() -> None: ...

@@ -1,4 +1,4 @@
-"""A plane whose far side holds waits: nothing is looked for here before it is waited for there."""
+"""A plane behind a server that holds polls: callers wait there, and read nothing here before they wait."""
 
 from __future__ import annotations
 
@@ -9,109 +9,108 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 
 from ..concurrency.portal import across
-from ..concurrency.tasks import spawn
 from ..errors import InvocationNotFound, PlaneUnavailable
-from ..ids import check_id, new_id
-from ..limits import MAX_BYTES_PER_PAGE, MAX_FRAMES_PER_PAGE, MAX_SEQ, POLL_TIMEOUT
-from .contract.news import Cursor, Kind
+from ..ids import new_id
+from ..limits import POLL_TIMEOUT
 from .contract.operations import Beat, Beaten, Claim, Claimed, Operation, Submit
 from .contract.records import TERMINAL, Outcome, Page
 from .contract.store import Store
-from .engine import Engine, Outage, opened
+from .engine import Engine, open_store
 from .hub import Waiter
+from .outage import Outage
 from .plane import Plane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from .batcher import Batcher
+    from .claimer import Claimer
+    from .contract.news import Cursor
 
 __all__ = ["EARLY_ANSWER_PAUSE", "RemotePlane", "poll_timeout"]
 
 EARLY_ANSWER_PAUSE = 0.05
-"""After an answer of nothing that came far before its time."""
+"""Seconds before the next poll, when a poll was answered with nothing long before its timeout."""
+CANCELS_RETRY_PAUSE = 0.5
+"""Seconds, about, before a poll for cancellations that got no answer is repeated."""
 
 
 def poll_timeout() -> float:
-    """Seconds for one poll: not the same for all, or those that began in step would all come back in step for ever."""
+    """Seconds for one poll. They vary, so that clients that began at the same time do not poll in step for ever."""
     return POLL_TIMEOUT * random.uniform(0.75, 1.0)
 
 
 class RemoteStore(Store, Protocol):
-    """A store whose far side holds what has a `wait`."""
+    """A store whose server holds operations that have a `wait`."""
 
     async def abandon(self, op: Operation) -> None:
-        """The caller of an operation that is held has gone."""
+        """Report that the caller of an operation that the server may hold waits no more."""
         ...
 
     async def begin_close(self) -> None:
-        """From now on no request takes long: the plane is being closed."""
+        """Let no request take long from now on, since the plane is being closed."""
         ...
 
 
 class RemoteEngine(Engine):
-    """The engine of a far side that holds operations, and may be silent."""
+    """The engine of a store whose server holds operations, and may be unreachable."""
 
-    def __init__(self, store: RemoteStore) -> None:
-        super().__init__(store)
-        self._far = store
-        self._holding: dict[Batcher[Operation, Any], Operation] = {}
+    def __init__(self, store: RemoteStore, plane: str) -> None:
+        super().__init__(store, plane)
+        self._remote_store = store
+        self._held: dict[Batcher[Operation, Any], Operation] = {}
 
     async def hold(self, op: Operation) -> Any:
-        """Apply one operation that the far side may hold; it is told when the caller leaves, or the plane is closed.
+        """Apply one operation that the server may hold.
 
-        Not so when the answer is lost: who asks again under the same name must not have let go meanwhile.
+        The server is told when the caller is cancelled or the plane is closed. When the answer was lost it is not: the
+        caller repeats the operation under the same poll id, which a late report would end.
         """
-        batcher = self._batcher()
-        self._holding[batcher] = op
+        batcher = self._new_batcher()
+        self._held[batcher] = op
         try:
             answer = await batcher(op)
         except PlaneUnavailable:
-            self._holding.pop(batcher, None)
+            self._held.pop(batcher, None)
             raise
         except BaseException:
             self._end_poll(batcher)
             raise
-        self._holding.pop(batcher, None)
+        self._held.pop(batcher, None)
         return answer
 
     def abandon(self, op: Operation) -> None:
-        """The caller of an operation whose answer was lost asks no more."""
-        batcher = self._batcher()
-        self._holding[batcher] = op
+        """Report that an operation whose answer was lost is not repeated."""
+        batcher = self._new_batcher()
+        self._held[batcher] = op
         self._end_poll(batcher)
 
     def _end_poll(self, batcher: Batcher[Operation, Any]) -> None:
-        op = self._holding.pop(batcher, None)
+        op = self._held.pop(batcher, None)
         if op is None:
             return
-        gone = anyio.Event()
-        self._orphans.add(gone)
 
-        async def abandon() -> None:
-            await across(self._far.home, self._far.abandon, op)
+        async def report() -> None:
+            await across(self._remote_store.home, self._remote_store.abandon, op)
             await batcher.idle()
 
-        def ended() -> None:
-            self._orphans.discard(gone)
-            gone.set()
-
-        spawn(abandon, ended)
+        self.spawn_orphan(report)
 
     async def close(self) -> None:
-        """As `Engine.close`, within a few seconds also where nothing answers."""
-        await across(self._far.home, self._far.begin_close)
+        """Do what `Engine.close` does, within a few seconds also where the server does not answer."""
+        await across(self._remote_store.home, self._remote_store.begin_close)
         self.hub.close()
-        for batcher in list(self._holding):
+        for batcher in list(self._held):
             self._end_poll(batcher)
         await super().close()
 
 
 class RemoteClaimer:
-    """Claims of one worker, one after the other: each a poll that the far side holds. See `planes.engine.Claimer`."""
+    """A Claimer whose claims are polls that the server holds."""
 
     def __init__(self, plane: RemotePlane, op: Claim) -> None:
-        self._plane, self._op = plane, op
+        self._plane = plane
+        self._op = op
 
     async def try_claim(self, limit: int) -> list[Claimed]:
         return await self._plane.poll(self._op._replace(limit=limit), 0.0)
@@ -120,176 +119,183 @@ class RemoteClaimer:
         return await self._plane.poll(self._op._replace(limit=limit), None, keep)
 
     def stop_waiting(self) -> None:
-        """Nothing waits between two claims."""
+        """Do nothing: no poll is held between two claims."""
+
+
+class _ClaimPoll:
+    """The attempts of one poll for claims, which are repeated under one poll id while their answers are lost."""
+
+    def __init__(self, plane: RemotePlane, op: Claim, renewal: Beat | None) -> None:
+        self._plane = plane
+        self._op = op
+        self._renewal = renewal
+        self.engine: RemoteEngine | None = None
+        self.answer_lost = False
+
+    async def attempt(self, engine: Engine) -> list[Claimed]:
+        assert isinstance(engine, RemoteEngine)
+        repeated = self.answer_lost
+        self.engine = engine
+        self.answer_lost = False
+        try:
+            # After an outage the claims are renewed before the worker gets any that only waits for its own lease to end.
+            renewal = (self._renewal or self._plane.renewals.get(self._op.worker)) if repeated else None
+            if renewal is not None:
+                await engine.do(renewal)
+            claims: list[Claimed] = await (engine.hold(self._op) if self._op.wait > 0 else engine.do(self._op))
+        except PlaneUnavailable:
+            self.answer_lost = True
+            raise
+        return claims
 
 
 class RemotePlane(Plane):
-    """The waits of `Plane`, as polls that the far side answers when there is something.
+    """A `Plane` whose waits are polls that the server answers when there is something.
 
-    News that the store's `watch` brings is the thing itself, an outcome or a page; a hint without it, which comes after
-    failures, makes the waiter look, and raise what it then finds.
+    News of the store's `watch` brings an outcome or a page itself. News without either comes after failures: the waiter
+    then reads, and raises what the read raises.
     """
 
     _make_store: Callable[[], RemoteStore]
 
     def __init__(self, make_store: Callable[[], RemoteStore], name: str, *, ns: str = "default") -> None:
         super().__init__(make_store, name, ns=ns)
-        self._outage = Outage(name, far=True)
-        self._renewals: dict[str, Beat] = {}  # by worker: what each has to keep
+        self._outage = Outage(name, remote=True)
+        self.renewals: dict[str, Beat] = {}
+        """By worker, the heartbeat that has got no answer yet."""
 
     async def _open(self) -> RemoteEngine:
-        return await opened(self._make_store(), RemoteEngine)
+        store = self._make_store()
+        await open_store(store)
+        return RemoteEngine(store, repr(self))
 
-    def claimer(self, queues: Sequence[str], worker: str, *, lease: float, max_lost: int) -> Any:
+    async def _remote_engine(self) -> RemoteEngine:
+        engine = await self.engine()
+        assert isinstance(engine, RemoteEngine)
+        return engine
+
+    def claimer(self, queues: Sequence[str], worker: str, *, lease: float, max_lost: int) -> Claimer:
         return RemoteClaimer(self, self._claim(queues, worker, 1, lease, max_lost))
 
     async def poll(self, op: Claim, timeout: float | None, keep: Sequence[tuple[str, int]] = ()) -> list[Claimed]:
-        """As `Plane.poll`; a lost answer is asked for again. keep: the worker's claims, which are renewed before it asks
-        again: it may have been given nothing only because they were about to go, or have gone meanwhile."""
-        until = None if timeout is None else anyio.current_time() + timeout
+        """Do what `Plane.poll` does; a poll whose answer was lost is repeated.
+
+        Args:
+            op: The claim.
+            timeout: Seconds; None for no limit.
+            keep: The claims of the worker, as (id, attempt). They are renewed before the next poll when one gave nothing:
+                that may be because they were about to expire, or had expired.
+        """
+        deadline = math.inf if timeout is None else anyio.current_time() + timeout
+        renewal = None if not keep or op.lease is None else Beat(op.worker, tuple(keep), op.lease)
         while True:
-            left = math.inf if until is None else max(0.0, until - anyio.current_time())
-            asked = op._replace(poll_id=op.poll_id or new_id(), wait=min(left, poll_timeout()), busy=bool(keep))
-            began = anyio.current_time()
-            renewal = None if not keep or op.lease is None else Beat(op.worker, tuple(keep), op.lease)
-            found: list[Claimed] = await self._held(asked, renewal)
-            if found or (until is not None and anyio.current_time() >= until):
+            started = anyio.current_time()
+            wait = min(max(0.0, deadline - started), poll_timeout())
+            found = await self._poll_once(
+                op._replace(poll_id=op.poll_id or new_id(), wait=wait, busy=bool(keep)), renewal
+            )
+            if found or anyio.current_time() >= deadline:
                 return found
             if renewal is not None:
                 await self.do(renewal)
-            await _pause(began, asked.wait)
+            await _pause_after_early_answer(started, wait)
 
-    async def _held(self, op: Claim, keep: Beat | None) -> Any:
-        first: Any = None
-        lost = False
-
-        async def ask(engine: Any) -> Any:
-            nonlocal first, lost
-            again, first, lost = lost, engine, False
-            try:
-                renewal = (keep or self._renewals.get(op.worker)) if again else None
-                if renewal is not None:  # after an outage, before it is given what is only waiting for this
-                    await engine.do(renewal)
-                return await (engine.hold(op) if op.wait > 0 else engine.do(op))
-            except PlaneUnavailable:
-                lost = True
-                raise
-
+    async def _poll_once(self, op: Claim, renewal: Beat | None) -> list[Claimed]:
+        poll = _ClaimPoll(self, op, renewal)
         try:
-            answer = await self._persist(ask)
+            claims = await self._retry(poll.attempt)
         except BaseException:
-            if lost:
-                first.abandon(op)
+            if poll.answer_lost and poll.engine is not None:
+                poll.engine.abandon(op)
             raise
-        if not answer:  # the end of the plane ends its polls too
-            self._check_open(first)
-        return answer
+        if not claims and poll.engine is not None:
+            poll.engine.hub.check_open()  # closing the plane ends its polls with nothing
+        return claims
 
     async def next_cancels(
         self, worker: str, timeout: float, known: Collection[tuple[str, int]] = ()
     ) -> list[tuple[str, int]]:
-        """As `Plane.next_cancels`; while the plane is out of reach there is nothing to be told, for `timeout` seconds."""
-        until = anyio.current_time() + timeout
-        first: Any = await self._persist(_itself)
+        """Do what `Plane.next_cancels` does; while the plane is unavailable this waits for `timeout` seconds."""
+        deadline = anyio.current_time() + timeout
+        engine = await self._remote_engine()
         while True:
-            left = max(0.0, until - anyio.current_time())
+            started = anyio.current_time()
+            left = max(0.0, deadline - started)
             try:
-                began = anyio.current_time()
-                beaten = await first.hold(Beat(worker, (), 30.0, wait=left, known=tuple(known)))
-                if not (found := [claim for claim in beaten.cancel if claim not in known]):
-                    await _pause(began, left)
-                return found
+                beaten: Beaten = await engine.hold(Beat(worker, (), 30.0, wait=left, known=tuple(known)))
             except PlaneUnavailable:
-                self._check_open(first)
+                engine.hub.check_open()
                 if left <= 0:
                     return []
-            await anyio.sleep(min(left, random.uniform(0.25, 0.75)))
+            else:
+                found = [claim for claim in beaten.cancel if claim not in known]
+                if not found:
+                    await _pause_after_early_answer(started, left)
+                return found
+            await anyio.sleep(min(left, CANCELS_RETRY_PAUSE * random.uniform(0.5, 1.5)))
 
     async def beat(self, worker: str, claims: Sequence[tuple[str, int]], lease: float) -> Beaten:
-        """As `Plane.beat`; asked again sooner than other verbs, since after an outage every second counts."""
-        until, first = anyio.current_time() + self.patience, await self._persist(_itself)
-        renewal = self._renewals[worker] = Beat(worker, tuple(claims), lease)
+        """Do what `Plane.beat` does, with shorter pauses between attempts: after an outage every second counts."""
+        deadline = anyio.current_time() + self.patience
+        engine = await self._remote_engine()
+        renewal = Beat(worker, tuple(claims), lease)
+        self.renewals[worker] = renewal
         while True:
             try:
-                answer: Beaten = await first.do(renewal)
-                if self._renewals.get(worker) is renewal:
-                    del self._renewals[worker]
-                return answer
+                beaten: Beaten = await engine.do(renewal)
             except PlaneUnavailable:
-                self._check_open(first)
-                if anyio.current_time() >= until:
+                engine.hub.check_open()
+                if anyio.current_time() >= deadline:
                     raise
+            else:
+                if self.renewals.get(worker) is renewal:
+                    del self.renewals[worker]
+                return beaten
             await self.pause(min(1.0, lease / 10) * random.uniform(0.5, 1.5))
 
     async def pause(self, seconds: float) -> None:
-        """Sleep before asking again what was not answered, and no longer than until something else is."""
+        """Sleep before another attempt; the answer to any other request ends the pause."""
         await self._outage.pause(seconds)
 
-    async def _outcome(self, id: str, submit: Submit | None = None) -> Outcome:
+    async def _wait_for_end(self, id: str, submit: Submit | None = None) -> Outcome:
         if submit is not None:
             id = await self.do(submit)
-        engine = await self._persist(_itself)
-        topics: list[tuple[Kind, str]] = [("id", id)]
+        engine = await self.engine()
         waiter = Waiter()
-        engine.hub.subscribe(topics, waiter)
-        try:
-            while True:
-                self._check_open(engine)
-                await waiter.event.wait()
-                outcome, waiter.outcome, waiter.event = waiter.outcome, None, anyio.Event()
-                if outcome is None:
-                    self._check_open(engine)  # or a look would open it again
-                    outcome = await self._ended(id)
-                elif outcome.state == "unknown":
-                    raise InvocationNotFound(id)
-                if outcome is not None and outcome.state in TERMINAL:
-                    return outcome
-        finally:
-            engine.hub.unsubscribe(topics, waiter)
 
-    async def next_page(
-        self,
-        id: str,
-        since: int,
-        *,
-        limit: int = MAX_FRAMES_PER_PAGE,
-        max_bytes: int = MAX_BYTES_PER_PAGE,
-        timeout: float | None = None,
-    ) -> Page:
-        cursor = Cursor(check_id(id), max(-1, min(since, MAX_SEQ)), limit, max_bytes)
+        async def accept() -> Outcome | None:
+            outcome = waiter.outcome
+            waiter.outcome = None
+            if outcome is None:
+                return await self.read_end(id)
+            if outcome.state == "unknown":
+                raise InvocationNotFound(id)
+            return outcome if outcome.state in TERMINAL else None
+
+        outcome = await engine.hub.wait([("id", id)], accept, waiter=waiter, look_first=False)
+        assert outcome is not None  # there is no timeout
+        return outcome
+
+    async def _wait_for_page(self, cursor: Cursor, timeout: float | None) -> Page | None:
+        if timeout is not None and timeout <= 0:
+            return await self._read_new_page(cursor)
+        waiter = Waiter(cursor)
+
+        async def accept() -> Page | None:
+            page = waiter.page
+            waiter.page = None
+            if page is None:
+                return await self._read_new_page(cursor)
+            return page if page.frames or page.closed else None
+
         with anyio.move_on_after(timeout):
-            return await self._page_after(cursor)
-        page = await self.page(id, since, limit=limit, max_bytes=max_bytes)  # not before it has looked
-        if page.frames or page.closed:
-            return page
-        raise TimeoutError(
-            f"invocation {id!r} had no frame after {since} within {timeout} s; read on with since={since}"
-        )
-
-    async def _page_after(self, cursor: Cursor) -> Page:
-        engine = await self._persist(_itself)
-        topics: list[tuple[Kind, str]] = [("journal", cursor.id)]
-        waiter = Waiter(cursor=cursor)
-        engine.hub.subscribe(topics, waiter)
-        try:
-            while True:
-                self._check_open(engine)
-                await waiter.event.wait()
-                page, waiter.page, waiter.event = waiter.page, None, anyio.Event()
-                if page is None:
-                    self._check_open(engine)
-                    page = await self.page(cursor.id, cursor.since, limit=cursor.limit, max_bytes=cursor.max_bytes)
-                if page.frames or page.closed:
-                    return page
-        finally:
-            engine.hub.unsubscribe(topics, waiter)
+            engine = await self.engine()
+            return await engine.hub.wait([("journal", cursor.id)], accept, waiter=waiter, look_first=False)
+        return None
 
 
-async def _pause(began: float, wait: float) -> None:
-    """After an answer with nothing that came far too soon: a far side that holds nothing is not asked in a circle."""
-    if anyio.current_time() - began < wait / 2:
+async def _pause_after_early_answer(started: float, wait: float) -> None:
+    """Pause after a poll with a timeout of `wait` seconds gave nothing: a server that holds no polls is not to be asked as
+    fast as it answers."""
+    if anyio.current_time() - started < wait / 2:
         await anyio.sleep(min(wait, EARLY_ANSWER_PAUSE))
-
-
-async def _itself(engine: Engine) -> Engine:
-    return engine

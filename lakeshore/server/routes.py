@@ -266,7 +266,7 @@ async def _claim(call: Call, turn: Turn, op: Claim, timeout: float) -> list[Clai
     async def wait() -> list[Claimed] | None:
         place = call.ns, op.queues, op.lease is None  # who takes the same of the same
         with anyio.move_on_after(timeout):
-            return await polls.in_line(place, lambda: plane.until(topics, look, None))
+            return await polls.in_line(place, lambda: plane.wait(topics, look, None))
         return None
 
     if not await turn.alone():
@@ -287,7 +287,7 @@ async def release(call: Call) -> Fields:
         return await _requeue(call, "release")
     worker = messages.read_worker(call.fields)
     await call.service.polls.release(_poll_name(call, worker, poll_id))
-    claims: list[Claimed] = await call.plane.do(Claim((), worker, 0, poll_id=poll_id, local=False))
+    claims = await call.plane.do(Claim((), worker, 0, poll_id=poll_id, local=False))
     results: list[Fields] = []
     for op, found in await _give_back(call.plane, worker, claims):
         results.append(_error(found) if isinstance(found, Exception) else messages.encode_requeue_answer(op, found))
@@ -351,7 +351,7 @@ async def heartbeat(call: Call) -> Fields:
         await look()
     else:
         with call.turn() as turn:
-            await turn.hold(lambda: plane.until([("claims", beat.worker)], look, wait))
+            await turn.hold(lambda: plane.wait([("claims", beat.worker)], look, wait))
     return messages.encode_beat_answer(answer)
 
 

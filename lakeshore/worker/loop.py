@@ -36,8 +36,8 @@ from .timeouts import watch_timeouts
 
 if TYPE_CHECKING:
     from ..client.queue import Queue
+    from ..planes.claimer import Claimer
     from ..planes.contract.operations import Claimed
-    from ..planes.engine import Claimer
     from ..planes.plane import Plane
     from .executor import Executor, StopReason
 

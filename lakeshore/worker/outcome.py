@@ -182,8 +182,10 @@ class ActiveClaim:
             elif error is not None:
                 outcome = failed_permanently(error)
         op = self._operation(outcome, settings)
-        answer = await self._plane.do(op)
-        return op.state if isinstance(op, Finish) else str(answer.state)
+        if isinstance(op, Requeue):
+            return (await self._plane.do(op)).state
+        await self._plane.do(op)
+        return op.state
 
     def _operation(self, outcome: BodyOutcome | None, settings: WorkerSettings) -> Finish | Requeue:
         """Return the operation that ends this attempt: the end of the invocation, its retry, or its release."""

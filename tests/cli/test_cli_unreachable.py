@@ -28,11 +28,11 @@ def test_a_worker_that_reaches_nothing_says_so_at_once_and_goes_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with Process("worker", "start", "--queue", "q", "--url", url) as process:
-        process.says("for as long as it takes: ")
+        process.says("until it succeeds: ")
         started, said = process.err.splitlines()[:2]
         assert (
-            f" WARNING HttpDispatch({url!r}) does not answer; it is asked again for 30 s, by a worker for as long as it "
-            "takes: no answer to POST /daemon/poll at "
+            f" WARNING HttpDispatch({url!r}) does not answer; an operation is retried for 30 s, a worker's until it "
+            "succeeds: no answer to POST /daemon/poll at "
         ) in said
         assert (at(said) - at(started)).total_seconds() < 4  # where one that had answered before gets five
         process.signal()

@@ -10,12 +10,12 @@ import pytest
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.engine import Outage
+from dreamlake.lakeshore.planes.outage import Outage
 
 pytestmark = pytest.mark.anyio
 
 SILENT = dls.PlaneUnavailable("no connection")
-SAID = "a plane does not answer; it is asked again for 30 s, by a worker for as long as it takes: no connection"
+SAID = "a plane does not answer; an operation is retried for 30 s, a worker's until it succeeds: no connection"
 LONG_AGO = -1e9
 
 
@@ -32,13 +32,13 @@ async def test_a_server_that_never_answered_is_said_soon(caplog: pytest.LogCaptu
         await wait_until(lambda: caplog.messages, description="the line")
         assert time.monotonic() - began < Outage.LOG_AFTER - 1
         assert caplog.messages[0].startswith(
-            f"{plane!r} does not answer; it is asked again for 30 s, by a worker for as long as it takes: no answer to "
+            f"{plane!r} does not answer; an operation is retried for 30 s, a worker's until it succeeds: no answer to "
         )
         group.cancel_scope.cancel()
 
 
 async def test_it_is_said_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
-    outage = Outage("a plane", far=True)
+    outage = Outage("a plane", remote=True)
     for _ in range(2):
         outage.record_failure(SILENT, 30.0, LONG_AGO)
     assert caplog.messages == [SAID]
@@ -47,7 +47,7 @@ async def test_it_is_said_once_and_its_end_too(caplog: pytest.LogCaptureFixture)
 
 
 async def test_one_that_starts_meanwhile_is_nothing_to_talk_about(caplog: pytest.LogCaptureFixture) -> None:
-    outage = Outage("a plane", far=True)
+    outage = Outage("a plane", remote=True)
     outage.record_failure(SILENT, 30.0, time.monotonic())
     outage.record_answer()
     assert caplog.messages == []
@@ -56,7 +56,7 @@ async def test_one_that_starts_meanwhile_is_nothing_to_talk_about(caplog: pytest
 async def test_one_that_has_answered_gets_longer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outage = Outage("a plane", far=True)
+    outage = Outage("a plane", remote=True)
     outage.record_answer()
     outage.record_failure(SILENT, 30.0, LONG_AGO)
     assert caplog.messages == []
@@ -71,7 +71,7 @@ async def test_one_that_has_answered_gets_longer(
 async def test_nothing_is_said_soon_where_the_error_comes_soon_or_the_plane_is_here(
     caplog: pytest.LogCaptureFixture, patience: float, far: bool
 ) -> None:
-    Outage("a plane", far=far).record_failure(SILENT, patience, LONG_AGO)
+    Outage("a plane", remote=far).record_failure(SILENT, patience, LONG_AGO)
     assert caplog.messages == []
 
 

@@ -120,7 +120,7 @@ async def _seen_by(name: str) -> str:
 
 
 async def test_claims_that_nobody_took_over_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "_orphan", lambda self, op, answer: None)
+    monkeypatch.setattr(Engine, "_give_back", lambda self, op, answer: None)
     said = await _seen_by("a_claimer_who_leaves_leaves_no_row_running")
     said += await _seen_by("a_waiting_claimer_who_leaves_leaves_no_row_running")
     said += await _seen_by("a_crowd_of_claimers_who_leave_leaves_no_row_running")

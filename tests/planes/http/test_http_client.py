@@ -35,13 +35,14 @@ from http_kit import (
 from proxy import proxy_before
 
 import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.concurrency import backoff
 from dreamlake.lakeshore.concurrency.portal import portal
 from dreamlake.lakeshore.ids import new_id
-from dreamlake.lakeshore.planes import engine
 from dreamlake.lakeshore.planes.contract.operations import Claim, Fence, Finish, Submit
 from dreamlake.lakeshore.planes.contract.records import RowFilter
 from dreamlake.lakeshore.planes.http import long_polls as watch
 from dreamlake.lakeshore.planes.http.store import HttpStore
+from dreamlake.lakeshore.planes.outage import Outage
 from dreamlake.lakeshore.planes.protocol.errors import TooLarge
 from dreamlake.lakeshore.server.limits import Limits
 from dreamlake.lakeshore.server.tokens import create_token
@@ -315,7 +316,7 @@ async def test_a_mute_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_after_an_outage_one_answer_wakes_all_who_wait_for_the_plane(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who have waited long would wait as long again before they asked anew."""
-    monkeypatch.setattr(engine, "random", SimpleNamespace(uniform=lambda least, most: 1000.0))
+    monkeypatch.setattr(backoff, "random", SimpleNamespace(uniform=lambda least, most: 1000.0))
     down = True
 
     def script(seen: Seen) -> tuple[int, dict[str, str], bytes]:
@@ -330,28 +331,28 @@ async def test_after_an_outage_one_answer_wakes_all_who_wait_for_the_plane(monke
                 async with anyio.create_task_group() as group:
                     group.start_soon(partial(plane.submit, "q", b"x", id="i"))
                     group.start_soon(plane.current_outcomes, ["i"])
-                    await wait_until(lambda: len(plane._outage._pausing) == 2, description="two that wait")
+                    await wait_until(lambda: len(plane._outage._pauses._wake_ups) == 2, description="two that wait")
                     seen = len(server.seen)
-                    await anyio.sleep(engine.Outage.WAKE_AFTER)
+                    await anyio.sleep(Outage.WAKE_AFTER)
                     assert len(server.seen) == seen
                     down = False
                     assert await plane.counts() == {}
-            assert not plane._outage._pausing
+            assert not plane._outage._pauses._wake_ups
 
 
 async def test_where_some_requests_fail_and_others_do_not_nobody_is_woken() -> None:
     """Or each answer to one would have all the others ask again."""
-    outage = engine.Outage("a plane")
+    outage = Outage("a plane")
     async with anyio.create_task_group() as group:
         group.start_soon(outage.pause, 60.0)
         for _ in range(5):
-            await wait_until(lambda: outage._pausing, description="who waits")
+            await wait_until(lambda: outage._pauses._wake_ups, description="who waits")
             outage.record_answer()
             outage.record_failure(dls.PlaneUnavailable("of one"), 60.0)
         await anyio.wait_all_tasks_blocked()
-        assert len(outage._pausing) == 1
+        assert len(outage._pauses._wake_ups) == 1
         group.cancel_scope.cancel()
-    assert not outage._pausing
+    assert not outage._pauses._wake_ups
 
 
 # Strangers -----------------------------------------------------------------------------------------------------------
