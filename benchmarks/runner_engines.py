@@ -44,7 +44,7 @@ def bare_containers(folder: Path, arguments: list[str]) -> Bare:
     argv = [
         *(options["binary"], *options["global-arg"].split(","), "run", "--rm", "--log-driver=none", *given),
         *(f"--{name}={options[name]}" for name in ("network", "runtime") if name in options),
-        *(f"--volume={one.source}:{one.target}:ro" for one in read_mounts(options["mount"])),
+        *(f"--volume={one.source}:{one.target}:ro" for one in read_mounts("mount", options["mount"])),
         *(f"--env={one}" for one in variables),
         options["image"],
     ]

@@ -1,18 +1,17 @@
-"""The options of a worker that gives each body a process of its own, and what they come to."""
+"""The options of `lakeshore worker start` for runners, which give each body a child of its own."""
 
 from __future__ import annotations
 
 import os
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 from ..settings import read_settings
-from .runner_table import RUNNERS
+from .runner_table import RUNNERS, runner_class
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
     from ..worker.executor import Executor
     from ..worker.runner import Runner
 
-__all__ = ["RUNNER_OPTIONS", "Children", "WorkerCommand", "executor", "make_runner"]
+__all__ = ["RUNNER_OPTIONS", "ChildOptions", "WorkerCommand", "executor", "make_runner"]
 
 
-class Children(NamedTuple):
-    """What the options say about children; `runner` is `inline` where there are none."""
+class ChildOptions(NamedTuple):
+    """The values of RUNNER_OPTIONS; `runner` is `inline` where bodies run in the worker's process."""
 
     runner: str
     runner_options: tuple[str, ...]
@@ -38,9 +37,11 @@ class Children(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Where the folders of invocations lie, absolute."""
+        """The absolute path of the folder that holds the folders of invocations."""
         return Path(os.path.abspath(self.workdir or read_settings().home / "work"))
 
+
+NO_CHILDREN = ChildOptions("inline", (), None, None, (), None, False, False)
 
 RUNNER_OPTIONS = (
     click.option(
@@ -48,7 +49,7 @@ RUNNER_OPTIONS = (
         type=click.Choice(["inline", *RUNNERS]),
         default="inline",
         show_default=True,
-        is_eager=True,  # `--runner NAME --help` is about this one
+        is_eager=True,  # `--runner NAME --help` describes this one
         help="Where bodies run: in this process, or each in a child of its own; `--runner NAME --help` is about one.",
     ),
     click.option(
@@ -56,95 +57,104 @@ RUNNER_OPTIONS = (
         "runner_options",
         multiple=True,
         metavar="NAME=VALUE",
-        help="An option of the runner; may be repeated.  `--runner NAME --help` says which it has.",
+        help="An option of the runner; may be repeated.  `--runner NAME --help` lists them.",
     ),
     click.option(
         "--workdir",
         type=click.Path(file_okay=False),
-        help="Where the folders of children lie.  [default: $LAKESHORE_HOME/work]",
+        help="The folder that holds the folders of children.  [default: $LAKESHORE_HOME/work]",
     ),
     click.option(
         "--keep-workdirs",
         type=click.IntRange(0),
         metavar="N",
-        help="How many folders of failed invocations stay, the newest.  [default: all]",
+        help="Keep only the N newest folders of failed invocations.  [default: all]",
     ),
     click.option(
         "--env",
         "environ",
         multiple=True,
         metavar="NAME[=VALUE]",
-        help="A variable that children get besides PATH, HOME and the like: this worker's own, or VALUE; may be repeated.",
+        help="A further variable for children, besides PATH, HOME and the like, with this worker's value or VALUE; may be "
+        "repeated.",
     ),
     click.option(
         "--on-shutdown",
         type=click.Choice(["killed", "release"]),
-        help="What becomes of invocations whose children are ended with the worker: they are killed, or go back to "
-        "their queue.  [default: killed]",
+        help="What happens to invocations whose children end with the worker: they become killed, or return to their "
+        "queue.  [default: killed]",
     ),
-    click.option("--allow-script", is_flag=True, help="Run shell commands that submitters ask for in place of a body."),
-    click.option("--allow-as-user", is_flag=True, help="Run bodies as the user that submitters ask for."),
+    click.option("--allow-script", is_flag=True, help="Run shell commands that callers submit in place of a body."),
+    click.option("--allow-as-user", is_flag=True, help="Run bodies as the user that the caller names."),
 )
 
 
 COMMON = "--queue --concurrency --db --url --token-file --timeout --runner --help".split()
-"""The options that nearly everybody needs: they are to fit the first screen."""
+"""The options that most people need. They have to fit on the first screen of the help."""
 
 
 class WorkerCommand(click.Command):
-    """A command with the options of a worker: the common ones first, and what a runner takes only where it is named."""
+    """A command whose help lists the common options first, and the options of a runner only where it is named."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in sections."""
         params = {param.opts[0]: param for param in self.get_params(ctx)}
-        children = [name for name, param in params.items() if param.name in Children._fields and name not in COMMON]
+        children = [name for name, param in params.items() if param.name in ChildOptions._fields and name not in COMMON]
         more = [name for name in params if name not in (*COMMON, *children)]
         runner = str(ctx.params.get("runner"))
         if runner in RUNNERS:
-            with formatter.section(f"What --runner-option may say to {runner}"):
-                formatter.write_text(RUNNERS[runner].options)
+            from ..runners.options import describe_options
+
+            options_class = runner_class(runner).options_class
+            with formatter.section(f"Options of the {runner} runner (--runner-option NAME=VALUE)"):
+                formatter.write_dl(describe_options(options_class))
+                if options_class.notes:
+                    formatter.write_paragraph()
+                    formatter.write_text(options_class.notes)
         sections = {"Common options": COMMON, "More options": more, "Options of all runners but inline": children}
         for title, names in sections.items():
             with formatter.section(title):
                 formatter.write_dl([found for name in names if (found := params[name].get_help_record(ctx))])
 
 
-def make_runner(children: Children) -> Runner | None:
-    """The runner that the options ask for; None: bodies run in this process. Raises UsageError."""
+def make_runner(children: ChildOptions) -> Runner | None:
+    """Make the runner that the options name; None where bodies run in this process. Raises UsageError."""
     if children.runner == "inline":
-        given = Children("inline", (), None, None, (), None, False, False)
-        flags = dict(zip(Children._fields, zip(children, given, strict=True), strict=True))
-        names = {"runner_options": "runner_option", "environ": "env"}
-        wrong = [names.get(name, name) for name, (said, absent) in flags.items() if said != absent]
-        if wrong:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        flags = {"runner_options": "--runner-option", "environ": "--env"}
+        given = [name for name in ChildOptions._fields if getattr(children, name) != getattr(NO_CHILDREN, name)]
+        if given:
+            named = ", ".join(flags.get(name, f"--{name.replace('_', '-')}") for name in given)
             raise click.UsageError(f"{named}: bodies run in this process; add --runner process to give them their own")
         return None
-    from ..runners.process.runner import child_environ
+    from ..runners.environment import child_environ
 
-    found = RUNNERS[children.runner]
-    kind: Any = getattr(import_module(f"..runners.{found.module}", __package__), found.kind)
+    kind = runner_class(children.runner)
     try:
         environ = child_environ(children.environ, elsewhere=getattr(kind, "elsewhere", False))
         runner: Runner = kind.from_options(_pairs(children.runner_options), environ)
-        return runner
     except ValueError as exc:
         raise click.UsageError(str(exc)) from None
+    return runner
 
 
 def _pairs(options: Sequence[str]) -> dict[str, str]:
-    pairs = [one.partition("=") for one in options]
-    wrong = [name for name, given, _ in pairs if not (name and given)]
-    if wrong:
-        raise ValueError(f"expected --runner-option NAME=VALUE, got {wrong[0]!r}")
-    return {name: value for name, _, value in pairs}
+    found = dict[str, str]()
+    for item in options:
+        name, _, value = item.partition("=")
+        if not name or "=" not in item:
+            raise ValueError(f"expected --runner-option NAME=VALUE, got {item!r}")
+        found[name] = value
+    return found
 
 
 @asynccontextmanager
 async def executor(
-    runner: Runner, children: Children, plane: Plane, root: str, options: Any
+    runner: Runner, children: ChildOptions, plane: Plane, root: str, options: Any
 ) -> AsyncGenerator[Callable[[int], Executor]]:
-    """What makes the executor of a worker: of `concurrency` children at a time. `options` are those of the worker."""
+    """Give a function that makes the worker's executor for a number of concurrent children.
+
+    The runner is closed after the block. `options` are those of the worker.
+    """
     from ..worker.child import ChildExecutor, ChildRules
 
     rules = ChildRules(
@@ -167,11 +177,13 @@ async def executor(
 
 
 def _plane_variables(plane: Plane) -> dict[str, str]:
-    """What has the default plane of a child be its worker's, so that what bodies submit lands there.
+    """Return the variables that make the worker's plane the default plane of its children.
 
-    A file of another name than that of a home cannot be told in variables; nor are tokens, unless `--env` says so.
+    There are none for a file that is not the `lakeshore.db` of a home. Tokens are not among them: `--env` passes those.
     """
-    url, path, namespace = (getattr(plane, name, None) for name in ("url", "path", "namespace"))
+    url = getattr(plane, "url", None)
+    path = getattr(plane, "path", None)
+    namespace = getattr(plane, "namespace", None)
     if url is not None:
         return {"LAKESHORE_URL": str(url), "LAKESHORE_NAMESPACE": namespace or ""}
     if path is not None and path.name == "lakeshore.db":

@@ -16,7 +16,7 @@ from ..ids import check_queue
 from ..settings import read_settings
 from .options import INTERRUPTED, Where, age, log_to_stderr, plane_of, plane_options, seconds, watch_signals
 from .output import say
-from .runner import RUNNER_OPTIONS, Children, WorkerCommand, executor, make_runner
+from .runner import RUNNER_OPTIONS, ChildOptions, WorkerCommand, executor, make_runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,11 +124,11 @@ OPTIONS = (
 )
 
 
-def worker_options(command: Callable[[Where, tuple[str, ...], Options, Children], int]) -> Callable[..., int]:
+def worker_options(command: Callable[[Where, tuple[str, ...], Options, ChildOptions], int]) -> Callable[..., int]:
     """Add the options of a worker and of a plane to a command."""
 
     def wrapped(where: Where, /, queues: tuple[str, ...], **options: Any) -> int:
-        children = Children(**{name: options.pop(name) for name in Children._fields})
+        children = ChildOptions(**{name: options.pop(name) for name in ChildOptions._fields})
         return command(where, queues or (read_settings().queue,), Options(**options), children)
 
     functools.update_wrapper(wrapped, command)
@@ -150,7 +150,7 @@ def worker() -> None:
     "imported from the current folder first. Times are seconds, or take a unit: 45s, 10m, 2h.",
 )
 @worker_options
-def start(where: Where, queues: tuple[str, ...], options: Options, children: Children) -> int:
+def start(where: Where, queues: tuple[str, ...], options: Options, children: ChildOptions) -> int:
     """Run invocations until SIGTERM or Ctrl-C."""
     _, code = work(where, queues, options, children, once=False)
     return code
@@ -158,14 +158,16 @@ def start(where: Where, queues: tuple[str, ...], options: Options, children: Chi
 
 @worker.command(cls=WorkerCommand)
 @worker_options
-def once(where: Where, queues: tuple[str, ...], options: Options, children: Children) -> int:
+def once(where: Where, queues: tuple[str, ...], options: Options, children: ChildOptions) -> int:
     """Run at most one invocation that is ready now; exit 0 even if there was none."""
     jobs, code = work(where, queues, options, children, once=True)
     say(f"{jobs} invocation{'' if jobs == 1 else 's'} run")
     return code
 
 
-def work(where: Where, queues: tuple[str, ...], options: Options, children: Children, *, once: bool) -> tuple[int, int]:
+def work(
+    where: Where, queues: tuple[str, ...], options: Options, children: ChildOptions, *, once: bool
+) -> tuple[int, int]:
     """Run invocations until a signal; return the number of bodies that ran, and the exit code."""
     runner = make_runner(children)
     if not os.path.isdir(_root(options)):
@@ -179,7 +181,7 @@ def work(where: Where, queues: tuple[str, ...], options: Options, children: Chil
 
 
 async def _work(
-    where: Where, names: tuple[str, ...], options: Options, children: Children, runner: Runner | None, once: bool
+    where: Where, names: tuple[str, ...], options: Options, children: ChildOptions, runner: Runner | None, once: bool
 ) -> tuple[int, int]:
     from ..client.queue import Queue, take_as_default
 
@@ -216,7 +218,7 @@ async def _run(
     queues: list[Queue],
     plane: Plane,
     options: Options,
-    children: Children,
+    children: ChildOptions,
     runner: Runner | None,
     once: bool,
     stop: anyio.Event,
@@ -235,7 +237,7 @@ def _root(options: Options) -> str:
     return os.path.abspath(options.root or read_settings().root or os.curdir)
 
 
-def _start_line(queues: tuple[str, ...], plane: Plane, options: Options, children: Children) -> str:
+def _start_line(queues: tuple[str, ...], plane: Plane, options: Options, children: ChildOptions) -> str:
     unsaid = "allowed where submitted on this machine" if plane.local else "refused"
     pickled = {True: "allowed", False: "refused", None: unsaid}
     where = "" if children.runner == "inline" else f", runner {children.runner} in {children.folder}"

@@ -38,6 +38,7 @@ __all__ = [
     "GATE",
     "LOCK",
     "MODULES",
+    "OUTPUT_TAIL_BYTES",
     "RESULT",
     "STDERR",
     "STDOUT",
@@ -49,6 +50,7 @@ __all__ = [
     "read_error",
     "read_file",
     "remove_leftovers",
+    "with_output",
     "write_error",
     "write_file",
 ]
@@ -199,6 +201,11 @@ def last_output(folder: Path) -> str:
         if text:
             return text
     return ""
+
+
+def with_output(message: str, output: str) -> str:
+    """Return the message of a failure with the end of what the child wrote, if it wrote anything."""
+    return f"{message}; the end of its output:\n{output}" if output else message
 
 
 @dataclass(frozen=True, slots=True)

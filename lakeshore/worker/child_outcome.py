@@ -8,7 +8,7 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from ..body.execute import BodyOutcome, failed_permanently
-from ..daemon.workdir import RESULT, last_output, read_error, read_file
+from ..daemon.workdir import RESULT, last_output, read_error, read_file, with_output
 from ..errors import WireError
 from ..planes.contract.records import Failure
 from ..wire import pack
@@ -30,9 +30,7 @@ _FORK_SERVER_DIED = Failure(
 
 def daemon_failure(message: str, output: str = "") -> BodyOutcome:
     """Return a failure that the worker itself has found, with the end of the child's output."""
-    if output:
-        message = f"{message}; the end of its output:\n{output}"
-    return BodyOutcome("failed", None, Failure("DaemonError", message))
+    return BodyOutcome("failed", None, Failure("DaemonError", with_output(message, output)))
 
 
 def read_outcome(folder: Path, ended: Exit, frames: FrameTail | None, *, is_script: bool) -> BodyOutcome:

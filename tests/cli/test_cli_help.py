@@ -6,8 +6,9 @@ import pytest
 from cli_kit import cli
 
 from dreamlake.lakeshore.cli.runner import RUNNER_OPTIONS
-from dreamlake.lakeshore.cli.runner_table import RUNNERS
+from dreamlake.lakeshore.cli.runner_table import RUNNERS, runner_class
 from dreamlake.lakeshore.cli.worker import worker
+from dreamlake.lakeshore.runners.options import describe_options
 
 SCREEN = 24
 
@@ -43,8 +44,12 @@ def test_every_option_is_in_it_once(command: str) -> None:
 @pytest.mark.parametrize("command", ["start", "once"])
 @pytest.mark.parametrize("runner", sorted(RUNNERS))
 def test_what_a_runner_takes_is_said_where_it_is_named(command: str, runner: str) -> None:
-    text = flat(RUNNERS[runner].options)
+    section = f"Options of the {runner} runner (--runner-option NAME=VALUE):"
     said = flat(cli("worker", command, "--runner", runner, "--help").out)
-    assert flat(f"What --runner-option may say to {runner}: {text} Common options:") in said
-    assert not any(flat(other.options) in said for name, other in RUNNERS.items() if name != runner)
-    assert text not in flat(cli("worker", command, "--help").out)
+    kind = runner_class(runner)
+    described = describe_options(kind.options_class)
+    assert flat(section) in said
+    for name, description in described:
+        assert flat(f"{name} {description}") in said
+    assert flat(f"{kind.options_class.notes} Common options:") in said
+    assert flat(section) not in flat(cli("worker", command, "--help").out)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, an interpreter that lives answers; one that is gone, or cannot, is not waited for."""
-    monkeypatch.setattr(groups, "PATIENCE", 3600.0)
+    monkeypatch.setattr(groups, "FORK_TIMEOUT", 3600.0)
 
 
 async def parent_of(queue: dls.Queue) -> int:
@@ -49,7 +49,7 @@ async def test_R70_each_child_sees_modules_as_they_are_now(queue: dls.Queue, tmp
     module = tmp_path / "changing_module.py"
     env = environ()
     env["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    async with children(queue, tmp_path, process_runner(warm=True, environ=env)):
+    async with children(queue, tmp_path, process_runner(env, warm=True)):
         for version in ("one", "another"):
             module.write_text(f"def f():\n    return {version!r}\n")
             envelope = dls.thunk(bodies.nothing).to_envelope()
@@ -147,10 +147,10 @@ async def test_an_interpreter_that_does_not_answer_is_given_up_and_its_children_
         warm = await parent_of(queue)
         id = await queue.submit(dls.thunk(bodies.waits_and_tells, str(path), str(gate)))
         await wait_until(lambda: notes(path), 60.0)
-        monkeypatch.setattr(groups, "PATIENCE", 0.1)
+        monkeypatch.setattr(groups, "FORK_TIMEOUT", 0.1)
         os.kill(warm, signal.SIGSTOP)
         assert await parent_of(queue) == os.getpid()  # one that was started plainly
-        monkeypatch.setattr(groups, "PATIENCE", 3600.0)
+        monkeypatch.setattr(groups, "FORK_TIMEOUT", 3600.0)
         assert await parent_of(queue) not in (warm, os.getpid())
         gate.touch()
         assert await queue.result(id, timeout=30) == "told"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from dreamlake.lakeshore.body.execute import leaf_exceptions
-from dreamlake.lakeshore.runners.process.runner import ProcessRunner, child_environ
+from dreamlake.lakeshore.runners.environment import child_environ
+from dreamlake.lakeshore.runners.process.runner import ProcessOptions, ProcessRunner
 from dreamlake.lakeshore.worker.child import ChildExecutor, ChildRules
 from dreamlake.lakeshore.worker.loop import run_executor
 from dreamlake.lakeshore.worker.settings import WorkerSettings
@@ -47,8 +48,11 @@ WARM = [False]
 """Whether children are forked from a warm interpreter."""
 
 
-def process_runner(**options: Any) -> ProcessRunner:
-    return ProcessRunner(**{"environ": environ(), "warm": WARM[0], **options})
+def process_runner(variables: Mapping[str, str] | None = None, **options: Any) -> ProcessRunner:
+    """A runner with the environment `variables`, by default `environ()`, and with the options given by their names."""
+    return ProcessRunner(
+        ProcessOptions(**{"warm": WARM[0], **options}), environ=environ() if variables is None else variables
+    )
 
 
 @asynccontextmanager

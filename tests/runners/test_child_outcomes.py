@@ -16,7 +16,7 @@ from helpers import wait_until
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
-from dreamlake.lakeshore.runners.process.runner import ProcessRunner
+from dreamlake.lakeshore.runners.process.runner import ProcessOptions, ProcessRunner
 from dreamlake.lakeshore.wire import pack
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ async def test_R30_a_module_that_does_not_import_fails_in_seconds(queue: dls.Que
     missing.fn, broken.fn = ({"kind": "ref", "module": m, "qualname": "f"} for m in ("no_such_module", "broken_module"))
     for envelope in (missing, broken):
         await queue.dispatch.do(Submit(envelope.id, "q", envelope.to_bytes()))
-    runner = process_runner(environ={**environ(), "PYTHONPATH": str(tmp_path)})
+    runner = process_runner({**environ(), "PYTHONPATH": str(tmp_path)})
     async with children(queue, tmp_path, runner, retries=3):
         row = await row_of(queue, missing.id)
         assert row.error is not None
@@ -349,7 +349,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected a number from 0 for the runner option grace, .* got 'soon'"):
         ProcessRunner.from_options({"grace": "soon"}, {})
     runner = ProcessRunner.from_options({"grace": "0.5", "rlimit_core": "0", "rlimit_fsize": "2m"}, {})
-    assert (runner.grace, sorted(runner.limits.values())) == (0.5, [0, 2 << 20])
+    assert (runner.options.grace, sorted(runner.options.limits().values())) == (0.5, [0, 2 << 20])
 
 
 async def test_slow_starts_block_neither_each_other_nor_the_rest(queue: dls.Queue, tmp_path: Path) -> None:
@@ -366,7 +366,9 @@ async def test_slow_starts_block_neither_each_other_nor_the_rest(queue: dls.Queu
                 await wait_until(gate.exists, 60.0)
             return await super().start(launch)
 
-    async with children(queue, tmp_path, Slow(environ=environ(), warm=WARM[0]), concurrency=2, lease=1.0):
+    async with children(
+        queue, tmp_path, Slow(ProcessOptions(warm=WARM[0]), environ=environ()), concurrency=2, lease=1.0
+    ):
         slow = await queue.submit(dls.thunk(bodies.double, 1))
         await wait_until(lambda: folders(tmp_path))
         for i in range(3):

@@ -28,10 +28,11 @@ from dreamlake.lakeshore.concurrency.tasks import run_to_end
 from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
-from dreamlake.lakeshore.runners import attached_client as followed
+from dreamlake.lakeshore.runners import attached_client
 from dreamlake.lakeshore.runners.docker import runner as container
-from dreamlake.lakeshore.runners.docker.runner import DockerRunner
-from dreamlake.lakeshore.runners.process.runner import child_environ
+from dreamlake.lakeshore.runners.docker.runner import DockerOptions, DockerRunner
+from dreamlake.lakeshore.runners.environment import child_environ
+from dreamlake.lakeshore.runners.leftovers import remove_earlier_files
 from dreamlake.lakeshore.wire import pack
 from dreamlake.lakeshore.worker.runner import Launch
 
@@ -159,7 +160,9 @@ def test_children_elsewhere_keep_paths_and_programs_of_their_own() -> None:
 
 
 def test_values_stand_in_no_argument() -> None:
-    runner = DockerRunner("i", environ={"TOKEN": "secret-1", "LAKESHORE_CLIENT_TOKEN": "secret-2", "A": "secret-3\n"})
+    runner = DockerRunner(
+        DockerOptions(image="i"), environ={"TOKEN": "secret-1", "LAKESHORE_CLIENT_TOKEN": "secret-2", "A": "secret-3\n"}
+    )
     folder = Path("/jobs/a")
     asked = Launch("a", 1, Folder(folder, 0, 0), ChildSettings(folder, Path("/r"), "a").environ(), None, None)
     arguments, client, lines = runner._arguments(asked, "name")
@@ -221,9 +224,11 @@ async def test_what_a_body_submits_is_not_lost_with_its_container(
         row = await run(queue, submits)
     assert row.error is not None
     assert "/dev/null/the-plane-is-a-file-that-this-container-does-not-have" in row.error.message
-    mounts = [followed.Mount("/x", "/home/me", False)]
-    assert followed.own_environ({"LAKESHORE_HOME": "/home/me/h"}, mounts) == {"LAKESHORE_HOME": "/home/me/h"}
-    assert followed.own_environ({"A": "1"}, mounts) == {"A": "1"}
+    mounts = [attached_client.Mount("/x", "/home/me", False)]
+    assert attached_client.container_environ({"LAKESHORE_HOME": "/home/me/h"}, mounts) == {
+        "LAKESHORE_HOME": "/home/me/h"
+    }
+    assert attached_client.container_environ({"A": "1"}, mounts) == {"A": "1"}
 
 
 async def test_a_user_of_the_image(site: Site, queue: dls.Queue, tmp_path: Path) -> None:
@@ -269,7 +274,7 @@ async def test_a_script(site: Site, queue: dls.Queue, tmp_path: Path) -> None:
 
 def test_options() -> None:
     for options, said in (
-        ({}, "the docker runner needs the image to run: add --runner-option image=NAME"),
+        ({}, "the docker runner needs --runner-option image=NAME: The image to run"),
         ({"image": "i", "binary": "no-such"}, "there is no program 'no-such' here: install it, or name another with"),
         ({"image": "i", "colour": "red"}, "the docker runner knows no option colour: it has image, python, binary, "),
         ({"image": "i", "pull": "now"}, "the runner option pull to be missing, always or never, got 'now'"),
@@ -282,28 +287,29 @@ def test_options() -> None:
 
 
 def test_mounts(tmp_path: Path) -> None:
-    read = followed.read_mounts(f"{tmp_path},{tmp_path}:ro,{tmp_path}:/a/../b:rw")
+    read = attached_client.read_mounts("mount", f"{tmp_path},{tmp_path}:ro,{tmp_path}:/a/../b:rw")
     here = str(tmp_path)
-    assert read == [(here, here, False), (here, here, True), (here, "/b", False)]
-    assert container._mount(followed.Mount('/a,"b', "/c", True)) == (
+    expected = ((here, here, False), (here, here, True), (here, "/b", False))
+    assert read == tuple(attached_client.Mount(*fields) for fields in expected)
+    assert container._mount_argument(attached_client.Mount('/a,"b', "/c", True)) == (
         '--mount=type=bind,"source=/a,""b",target=/c,readonly'
     )
     asked = Launch("a", 1, Folder(tmp_path, 0, 0), {"LAKESHORE_ROOT": "/"}, None, None)
     with pytest.raises(dls.DispatchError, match="the root of keys is /, which cannot be mounted in a container: start"):
-        followed.mounts_of(asked, [])
+        attached_client.launch_mounts(asked, [])
     asked = replace(asked, environ={"LAKESHORE_ROOT": here})
-    assert followed.mounts_of(asked, read[1:2]) == read[1:2]
+    assert attached_client.launch_mounts(asked, read[1:2]) == list(read[1:2])
 
 
 async def test_an_engine_out_of_reach(queue: dls.Queue, tmp_path: Path) -> None:
     skip_without(DOCKER.missing())
-    runner = DockerRunner("image", global_arguments=[f"--host=unix://{tmp_path}/nothing"])
+    runner = DockerRunner(DockerOptions(image="image", global_arg=(f"--host=unix://{tmp_path}/nothing",)))
     said = await failure(queue, tmp_path, runner, bodies.nothing)
     assert said.startswith(
         "the docker runner could not start a child: the engine of docker cannot be reached: Cannot connect to the Docker "
         f"daemon at unix://{tmp_path}/nothing"
     ), said
-    gone = DockerRunner("image", binary=str(tmp_path / "gone"))
+    gone = DockerRunner(DockerOptions(image="image", binary=str(tmp_path / "gone")))
     said = await failure(queue, tmp_path, gone, bodies.nothing)
     assert f"there is no program '{tmp_path / 'gone'}' here: install it, or name another" in said
 
@@ -316,8 +322,12 @@ async def test_an_engine_that_does_not_answer(
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 60\n")
     silent.chmod(0o755)
-    monkeypatch.setattr(docker_client.Engine.call, "__kwdefaults__", {"timeout": 0.2, "environ": None, "input": None})
-    said = await failure(queue, tmp_path, DockerRunner("image", binary=str(silent)), bodies.nothing)
+    monkeypatch.setattr(
+        docker_client.ContainerEngine.call, "__kwdefaults__", {"timeout": 0.2, "environ": None, "input": None}
+    )
+    said = await failure(
+        queue, tmp_path, DockerRunner(DockerOptions(image="image", binary=str(silent))), bodies.nothing
+    )
     assert said == "the docker runner could not start a child: silent did not answer `create` within 0.2 s"
 
 
@@ -371,7 +381,7 @@ async def test_an_image_without_the_package(site: Site, queue: dls.Queue, tmp_pa
     said = await failure(queue, tmp_path, site.runner("PYTHONPATH="), bodies.nothing)
     assert said.startswith(
         "'python3' of the image 'localhost/lakeshore-base:1' does not have this package: install dreamlake-lakeshore in "
-        "it, or mount it and say where with --env PYTHONPATH=FOLDER; the end of its output:\n"
+        "it, or mount it and name the folder with --env PYTHONPATH=FOLDER; the end of its output:\n"
     )
     assert "No module named 'dreamlake'" in said
     old = tmp_path / "old-python"
@@ -494,7 +504,7 @@ async def test_a_child_that_never_begins(docker: Site, queue: dls.Queue, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(container._Container, "_has_begun", _says_no)
         said = await failure(queue, tmp_path, runner, bodies.stubborn, str(tmp_path / "notes"))
-    assert said.startswith("the docker runner could not start a child: docker has not begun it in 0.5 s")
+    assert said.startswith("the docker runner could not start a child: docker has not begun it within 0.5 s")
     docker.is_still()
 
 
@@ -533,7 +543,7 @@ async def test_an_engine_that_comes_back_without_the_child_loses_no_work(
     assert (row.attempt, row.state) == (2, "succeeded")
 
 
-async def test_an_engine_that_comes_back_with_the_child_is_followed_again(
+async def test_an_engine_that_comes_back_with_the_child_is_attached_client_again(
     mortal: tuple[Site, Docker], queue: dls.Queue, tmp_path: Path
 ) -> None:
     site, engine = mortal
@@ -552,27 +562,27 @@ async def test_an_engine_that_does_not_come_back(
     mortal: tuple[Site, Docker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site, engine = mortal
-    monkeypatch.setattr(container, "BACK", 1.0)
+    monkeypatch.setattr(container, "ENGINE_RETURN_TIMEOUT", 1.0)
     asked = launch(tmp_path, second_time, str(tmp_path / "notes"))
     runner = site.runner(grace="0.1")
     started: Any = await runner.start(asked)
     await wait_until(lambda: notes(tmp_path / "notes"), PATIENCE)
     assert await started._has_begun()
     await anyio.to_thread.run_sync(engine.stop, signal.SIGKILL)
-    assert await started._surely_begun()
+    assert await started._may_have_begun()
     ended = await started.wait()
     assert ended.error is not None
     assert ended.error.type == "WorkerLost"
     assert "the engine of docker cannot be reached: Cannot connect to the Docker daemon" in ended.error.message
-    assert ended.error.message.endswith("it was away for 1 s; no result was there, and the body may have begun")
+    assert ended.error.message.endswith("it was unreachable for 1 s; no result was there, and the body may have begun")
     (tmp_path / "notes-go").touch()
     await wait_until((asked.folder.path / "result.msgpack").exists, PATIENCE)
-    assert (await started._lost("")).code == 0
-    another = asked._replace(id="b")
+    assert (await started._exit_of_lost("")).code == 0
+    another = replace(asked, id="b")
     with pytest.raises(dls.DispatchError, match="cannot be reached"):
         await runner.start(another)
     await anyio.to_thread.run_sync(engine.start)
-    container.sweep(asked.folder.path)
+    remove_earlier_files(asked.folder.path)
     assert (await (await runner.start(another)).wait()).code == 0
     assert runner.abandoned == []
     asked.folder.remove()

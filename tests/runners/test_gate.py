@@ -37,7 +37,7 @@ def dies(reading, group):
     os.kill(os.getpid(), signal.SIGKILL)
 
 async def main(work, warm, script):
-    process.end_with_us = dies
+    process.kill_with_this_process = dies
     folder = Folder.take(work, "a", (work / "args").read_bytes())
     orders = ChildSettings(folder.path, work, "a").environ()
     await child_kit.process_runner(warm=bool(warm)).start(Launch("a", 1, folder, orders, script or None, None))

@@ -13,11 +13,11 @@ from container_kit import Docker, Podman, pairs
 from helpers import wait_until
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.cli.runner import Children, make_runner
+from dreamlake.lakeshore.cli.runner import ChildOptions, make_runner
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.runners.docker.gvisor import GvisorRunner
-from dreamlake.lakeshore.runners.process.runner import child_environ
+from dreamlake.lakeshore.runners.environment import child_environ
 from dreamlake.lakeshore.wire import pack
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def program(path: Path, script: str) -> str:
 
 def test_options() -> None:
     for options, message in (
-        ({}, "the gvisor runner needs the image to run: add --runner-option image=NAME"),
+        ({}, "the gvisor runner needs --runner-option image=NAME: The image to run"),
         ({"image": "i", "binary": "no-such"}, "there is no program 'no-such' here: install it, or name another with"),
         ({"image": "i", "rootfs": "/"}, "the gvisor runner knows no option rootfs: it has image, python, binary, "),
     ):
@@ -60,7 +60,7 @@ def test_options() -> None:
             GvisorRunner.from_options({"binary": "true", **options}, {})
     for options, runtime in (({}, "runsc"), ({"runtime": "mine"}, "mine")):
         runner = GvisorRunner.from_options({"image": "i", "binary": "false", **options}, {})
-        assert (runner.name, runner.fixed) == ("gvisor", ["--init", f"--runtime={runtime}"])
+        assert (runner.name, runner.options.create_arguments()) == ("gvisor", ["--init", f"--runtime={runtime}"])
 
 
 def test_an_engine_without_the_runtime(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_worker_with_such_an_engine_does_not_start(tmp_path: Path) -> None:
     binary = program(tmp_path / "docker", "echo '{}'")
     options = ("image=i", f"binary={binary}")
     with pytest.raises(Exception, match="the gvisor runner needs docker or podman") as caught:
-        make_runner(Children("gvisor", options, None, None, (), None, False, False))
+        make_runner(ChildOptions("gvisor", options, None, None, (), None, False, False))
     assert getattr(caught.value, "exit_code", None) == 2
 
 

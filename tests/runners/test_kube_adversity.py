@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -16,11 +17,11 @@ from dreamlake.lakeshore.concurrency.tasks import run_to_end
 from dreamlake.lakeshore.errors import DispatchError
 from dreamlake.lakeshore.runners.kube import api as kube_api
 from dreamlake.lakeshore.runners.kube import guard as kube_guard
-from dreamlake.lakeshore.runners.kube import watch as kube_watch
-from dreamlake.lakeshore.runners.kube.api import Api
+from dreamlake.lakeshore.runners.kube import tracker as kube_tracker
+from dreamlake.lakeshore.runners.kube.api import KubeApi
 from dreamlake.lakeshore.runners.kube.config import Cluster, find_cluster
-from dreamlake.lakeshore.runners.kube.guard import Orders
-from dreamlake.lakeshore.runners.kube.job import job_name
+from dreamlake.lakeshore.runners.kube.guard import GuardSettings
+from dreamlake.lakeshore.runners.kube.manifest import job_name
 from dreamlake.lakeshore.runners.kube.runner import KubeRunner
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ async def test_a_watch_that_says_nothing_hides_no_end(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proxy may hold back what is told, without an end: all pods are listed anew all the same."""
-    monkeypatch.setattr(kube_api, "SILENCE_S", 0.3)
+    monkeypatch.setattr(kube_api, "WATCH_OVERTIME", 0.3)
     server.silent = True
     async with running(server, tmp_path, poll="1") as runner:
         await _a_child_is_seen_to_end(runner, tmp_path)
@@ -115,7 +116,7 @@ async def test_a_watch_that_is_refused_is_told_of_once(
         with anyio.fail_after(30):
             assert (await child.wait()).code == 6  # lists tell of it
         asked.folder.remove()
-    assert caplog.text.count("what becomes of pods cannot be seen for now: ") == 1
+    assert caplog.text.count("pods cannot be watched for now: ") == 1
     assert "the API server answers again" not in caplog.text
 
 
@@ -185,10 +186,10 @@ async def test_refusals_that_pass_and_those_that_stay(
         assert found == [5]
         asked.folder.remove()
         await wait_until(lambda: _still(server), 40, "the end of the Job")
-    monkeypatch.setattr(kube_api, "REFUSED_S", 0.5)
+    monkeypatch.setattr(kube_api, "UNAUTHORIZED_GRACE", 0.5)
     server.tokens = {"another"}
     runner, asked = make(server, tmp_path), launch(tmp_path)
-    with pytest.raises(DispatchError, match=r"status 401 Unauthorized\); it does not take the credentials that this w"):
+    with pytest.raises(DispatchError, match=r"status 401 Unauthorized\); it does not accept the credentials of this w"):
         await runner.start(asked)
     server.tokens = {TOKEN}
     await runner.aclose()
@@ -198,7 +199,7 @@ async def test_refusals_that_pass_and_those_that_stay(
 async def test_a_job_that_may_not_be_deleted_for_now_is_deleted_later(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kube_watch, "LATER", 0.1)
+    monkeypatch.setattr(kube_tracker, "DELETE_RETRY_INTERVAL", 0.1)
     async with running(server, tmp_path) as runner:
         asked = launch(tmp_path, SLEEPS)
         child = await runner.start(asked)
@@ -212,9 +213,9 @@ async def test_a_job_that_may_not_be_deleted_for_now_is_deleted_later(
 
 async def test_the_guard_gets_in_when_it_can(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker has died; it is refused at first, and then finds no kubeconfig. A pod that lost its Job goes too."""
-    monkeypatch.setattr(kube_guard, "SETTLE", 0.3)
-    monkeypatch.setattr(kube_guard, "AGAIN", 0.1)
-    monkeypatch.setattr(kube_api, "REFUSED_S", 0.1)
+    monkeypatch.setattr(kube_guard, "QUIET_TIME", 0.3)
+    monkeypatch.setattr(kube_guard, "CREDENTIALS_INTERVAL", 0.1)
+    monkeypatch.setattr(kube_api, "UNAUTHORIZED_GRACE", 0.1)
     async with running(server, tmp_path, grace="1") as runner:
         for lost in (False, True):
             asked = launch(tmp_path, SLEEPS)
@@ -224,7 +225,7 @@ async def test_the_guard_gets_in_when_it_can(server: Server, tmp_path: Path, mon
                 with server.cluster.changed:
                     del server.cluster.jobs[job_name("a", 1)]
             server.faults.append(Fault("jobs?", 401, "Unauthorized", "Unauthorized", times=4))
-            orders = Orders(str(tmp_path / "kept"), None, NAMESPACE, runner.worker, 1)
+            orders = GuardSettings(str(tmp_path / "kept"), None, NAMESPACE, runner.worker, 1)
             with anyio.fail_after(30):
                 async with anyio.create_task_group() as group:
                     group.start_soon(kube_guard.main, orders)
@@ -234,7 +235,7 @@ async def test_the_guard_gets_in_when_it_can(server: Server, tmp_path: Path, mon
             await child.wait()
             (tmp_path / "kept").unlink()
             asked.folder.remove()
-        monkeypatch.setattr(kube_guard, "REFUSED", 0.2)
+        monkeypatch.setattr(kube_guard, "CREDENTIALS_TIMEOUT", 0.2)
         with pytest.raises(ValueError, match=r"the kubeconfig .*kept cannot be read"):
             await kube_guard.main(orders)
 
@@ -257,7 +258,7 @@ async def test_a_pod_that_outlives_its_job_is_not_left(server: Server, tmp_path:
             (asked.folder.path / "gate").touch()
             assert (await child.wait()).code == 6
         else:
-            again = asked._replace(attempt=2, script="exit 4")
+            again = replace(asked, attempt=2, script="exit 4")
             assert (await (await runner.start(again)).wait()).code == 4
             assert (await child.wait()).code == 3
         assert server.cluster.pods == {}
@@ -346,7 +347,7 @@ async def test_output_of_any_length_is_not_kept_in_memory() -> None:
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as group:
         group.start_soon(listener.serve, serve)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
-        api = Api(Cluster(f"http://127.0.0.1:{port}", "n", None), "n")
+        api = KubeApi(Cluster(f"http://127.0.0.1:{port}", "n", None), "n")
         tracemalloc.start()
         try:
             assert await api.log("pod", "child", 4096) == "x" * 4093 + "end"
@@ -360,13 +361,13 @@ async def test_output_of_any_length_is_not_kept_in_memory() -> None:
 @pytest.mark.parametrize(
     ("cluster", "user", "said"),
     [
-        ({"server": "https://h:99999"}, {}, "^https://h:99999 cannot be asked: Port out of range"),
+        ({"server": "https://h:99999"}, {}, "^https://h:99999 cannot be reached: Port out of range"),
         (
             {"proxy-url": "socks5://p:1"},
             {},
-            "^https://h cannot be asked through a proxy of the kind socks5: that needs soc",
+            "^https://h cannot be reached through a proxy of the kind socks5: that needs soc",
         ),
-        ({"proxy-url": "ftp://u:secret@p:1"}, {}, "^https://h cannot be asked through a proxy of the kind ftp: "),
+        ({"proxy-url": "ftp://u:secret@p:1"}, {}, "^https://h cannot be reached through a proxy of the kind ftp: "),
         (
             {},
             {"token": "a\nsecret"},
@@ -396,7 +397,7 @@ def test_what_no_request_can_be_made_with(
     assert "secret" not in str(caught.value)
 
 
-def test_tokens_with_white_space_around(tmp_path: Path) -> None:
+async def test_tokens_with_white_space_around(tmp_path: Path) -> None:
     path = tmp_path / "config"
     file = {
         "current-context": "here",
@@ -405,11 +406,11 @@ def test_tokens_with_white_space_around(tmp_path: Path) -> None:
         "users": [{"name": "u", "user": {"token": " t\n"}}],
     }
     path.write_text(json.dumps(file))
-    assert find_cluster(str(path), None, {}).token() == "t"
+    assert await find_cluster(str(path), None, {}).credentials.token() == "t"
 
 
 async def test_a_server_that_does_not_answer_in_time_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kube_api, "ANSWER_S", 0.2)
+    monkeypatch.setattr(kube_api, "ANSWER_TIMEOUT", 0.2)
 
     async def hold(stream: anyio.abc.SocketStream) -> None:
         async with stream:
@@ -418,8 +419,8 @@ async def test_a_server_that_does_not_answer_in_time_is_told_so(monkeypatch: pyt
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as group:
         group.start_soon(listener.serve, hold)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
-        api = Api(Cluster(f"http://127.0.0.1:{port}", "n", None), "n")
-        with pytest.raises(kube_api.Away) as caught:
+        api = KubeApi(Cluster(f"http://127.0.0.1:{port}", "n", None), "n")
+        with pytest.raises(kube_api.ApiUnavailable) as caught:
             await api.job("x")
         assert str(caught.value) == (f"the API server http://127.0.0.1:{port} has not answered in time (ReadTimeout)")
         await api.aclose()

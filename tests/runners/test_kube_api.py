@@ -16,7 +16,7 @@ from helpers import needs
 from kube_server import NAMESPACE, TOKEN, Fault, Server, serving
 
 from dreamlake.lakeshore.errors import DispatchError
-from dreamlake.lakeshore.runners.kube.api import Api, Away, Rejected, insist
+from dreamlake.lakeshore.runners.kube.api import ApiUnavailable, KubeApi, RequestRejected, keep_trying
 from dreamlake.lakeshore.runners.kube.config import Cluster, find_cluster
 from dreamlake.lakeshore.runners.kube.json_fields import entries, meta, part
 
@@ -75,9 +75,9 @@ def write(path: Path, cluster: dict[str, Any], user: dict[str, Any], **context: 
 
 
 async def ask(cluster: Cluster) -> list[dict[str, Any]]:
-    api = Api(cluster, NAMESPACE)
+    api = KubeApi(cluster, NAMESPACE)
     try:
-        return await insist(lambda: api.jobs({"a": "b"}), 3.0)  # as the runner does: a connection may break
+        return await keep_trying(lambda: api.jobs({"a": "b"}), 3.0)  # as the runner does: a connection may break
     finally:
         await api.aclose()
 
@@ -106,7 +106,9 @@ async def test_certificates_in_files_and_as_data(secure: Server, certificates: P
         assert await ask(cluster) == []
     assert TOKEN not in repr(cluster)
     path = write(tmp_path / "config", {"server": secure.url, "certificate-authority": "ca.crt"}, {})
-    with pytest.raises(Rejected, match=r"says: Unauthorized \(status 401 Unauthorized\); it does not take the cred"):
+    with pytest.raises(
+        RequestRejected, match=r"answered: Unauthorized \(status 401 Unauthorized\); it does not accept the cred"
+    ):
         await ask(find_cluster(str(path), None, {}))
 
 
@@ -114,11 +116,13 @@ async def test_a_server_that_is_another(secure: Server, certificates: Path, tmp_
     trusted = {"certificate-authority": str(certificates / "ca.crt")}
     user = {"token": TOKEN}
     path = write(tmp_path / "config", {"server": secure.url}, user)
-    with pytest.raises(Rejected, match=f"API server {secure.url} has not answered: ConnectError: .*CERTIFICATE_VERIFY"):
+    with pytest.raises(
+        RequestRejected, match=f"API server {secure.url} has not answered: ConnectError: .*CERTIFICATE_VERIFY"
+    ):
         await ask(find_cluster(str(path), None, {}))
     url = secure.url.replace("127.0.0.1", "localhost")
     path = write(tmp_path / "config", {"server": url, **trusted}, user)
-    with pytest.raises(Rejected, match="Hostname mismatch"):
+    with pytest.raises(RequestRejected, match="Hostname mismatch"):
         await ask(find_cluster(str(path), None, {}))
     path = write(tmp_path / "config", {"server": url, "tls-server-name": "api.test", **trusted}, user)
     assert await ask(find_cluster(str(path), None, {})) == []
@@ -159,6 +163,98 @@ async def test_the_account_of_a_pod(secure: Server, certificates: Path, tmp_path
         find_cluster(None, "x", env, account=account)
 
 
+# --- a program that prints credentials ---------------------------------------------------------------------------------
+
+PROGRAM = """#!/bin/sh
+echo "$@ $REGION" >>{folder}/runs
+echo "$KUBERNETES_EXEC_INFO" >{folder}/info
+test -e {folder}/broken && {{ echo "no session" >&2; exit 3; }}
+cat {folder}/answer
+"""
+V1 = "client.authentication.k8s.io/v1"
+
+
+class Program:
+    """A program beside a kubeconfig that names it, and what it prints."""
+
+    def __init__(self, folder: Path, server: Server, **fields: Any) -> None:
+        self.folder = folder
+        path = folder / "get-token"
+        path.write_text(PROGRAM.format(folder=folder))
+        path.chmod(0o755)
+        plugin = {"apiVersion": V1, "command": "./get-token", "args": ["token", "--cluster"], **fields}
+        plugin["env"] = [{"name": "REGION", "value": "north"}]
+        self.cluster = find_cluster(
+            str(write(folder / "config", {"server": server.url}, {"exec": plugin})), None, dict(os.environ)
+        )
+
+    def prints(self, token: object, expires: str | None = None, version: str = V1) -> None:
+        status = {"token": token, "expirationTimestamp": expires}
+        answer = {"apiVersion": version, "kind": "ExecCredential", "status": status}
+        (self.folder / "answer").write_text(json.dumps(answer))
+
+    def runs(self) -> list[str]:
+        return (self.folder / "runs").read_text().splitlines()
+
+
+async def test_a_program_prints_the_token(server: Server, tmp_path: Path) -> None:
+    program = Program(tmp_path, server, provideClusterInfo=True)
+    program.prints(TOKEN)
+    api = KubeApi(program.cluster, NAMESPACE)
+    async with anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(api.jobs, {"a": "b"})
+    assert program.runs() == ["token --cluster north"]  # once for all requests
+    info = json.loads((tmp_path / "info").read_text())
+    assert info == {
+        "apiVersion": V1,
+        "kind": "ExecCredential",
+        "spec": {"interactive": False, "cluster": {"server": server.url}},
+    }
+    server.tokens = {"the next one"}
+    program.prints("the next one")
+    assert await keep_trying(lambda: api.jobs({"a": "b"}), 3.0) == []  # one that is rejected is not used again
+    assert len(program.runs()) == 2
+    await api.aclose()
+
+
+async def test_a_token_of_a_program_that_expires(server: Server, tmp_path: Path) -> None:
+    program = Program(tmp_path, server)
+    api = KubeApi(program.cluster, NAMESPACE)
+    program.prints(TOKEN, "2020-01-01T00:00:00Z")
+    for _ in range(2):
+        await api.jobs({"a": "b"})
+    program.prints(TOKEN, "2100-01-01T00:00:00Z")
+    for _ in range(2):
+        await api.jobs({"a": "b"})
+    assert len(program.runs()) == 3
+    await api.aclose()
+
+
+async def test_a_program_that_fails_is_run_again(server: Server, tmp_path: Path) -> None:
+    program = Program(tmp_path, server)
+    (tmp_path / "broken").touch()
+    api = KubeApi(program.cluster, NAMESPACE)
+    with pytest.raises(ApiUnavailable) as caught:
+        await api.jobs({"a": "b"})
+    assert str(caught.value) == (
+        f"the token for {server.url} cannot be read: `{tmp_path}/get-token` failed (exit code 3): no session"
+    )
+    (tmp_path / "broken").unlink()
+    for token, version in ((None, V1), ("two\nlines", V1), (TOKEN, "v0")):
+        program.prints(token, version=version)
+        with pytest.raises(
+            ApiUnavailable, match=f"to print an ExecCredential of {V1} with a token, got something else"
+        ):
+            await api.jobs({"a": "b"})
+    program.prints(TOKEN, "tomorrow")
+    with pytest.raises(ApiUnavailable, match="to print a time as expirationTimestamp, got 'tomorrow'"):
+        await api.jobs({"a": "b"})
+    program.prints(TOKEN)
+    assert await api.jobs({"a": "b"}) == []
+    await api.aclose()
+
+
 # --- kubeconfigs ------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +275,7 @@ def test_where_kubeconfigs_are(tmp_path: Path) -> None:
     assert find_cluster(None, "far", several).url == "http://one"
 
 
-def test_a_kubeconfig_of_yaml(tmp_path: Path) -> None:
+async def test_a_kubeconfig_of_yaml(tmp_path: Path) -> None:
     needs("yaml")
     path = tmp_path / "config"
     path.write_text(
@@ -187,7 +283,7 @@ def test_a_kubeconfig_of_yaml(tmp_path: Path) -> None:
         "clusters:\n- name: c\n  cluster:\n    server: http://there\nusers:\n- name: u\n  user:\n    token: t\n"
     )
     cluster = find_cluster(str(path), None, {})
-    assert (cluster.url, cluster.token()) == ("http://there", "t")
+    assert (cluster.url, await cluster.credentials.token()) == ("http://there", "t")
     path.write_text("a: [")
     with pytest.raises(ValueError, match=f"the kubeconfig {path} is neither JSON nor YAML: while parsing"):
         find_cluster(str(path), None, {})
@@ -220,21 +316,39 @@ HTTPS: dict[str, Any] = {"server": "https://h"}
         (HTTPS, {}, "there", "config has no context 'there': it has here, other$"),
         (
             HTTPS,
-            {"exec": {"command": "aws"}},
+            {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "no-such", "installHint": "get it"}},
             None,
-            r"the user u in .* gets in by a program that prints credentials \(aws",
+            "`exec` of the user u in .*config names the program 'no-such', which is not here: get it$",
+        ),
+        (
+            HTTPS,
+            {"exec": {"apiVersion": "client.authentication.k8s.io/v1alpha1", "command": "true"}},
+            None,
+            "expected the apiVersion client.authentication.k8s.io/v1 or .*v1beta1 in `exec` of the user u in .*, got '",
+        ),
+        (
+            HTTPS,
+            {
+                "exec": {
+                    "apiVersion": "client.authentication.k8s.io/v1",
+                    "command": "true",
+                    "interactiveMode": "Always",
+                }
+            },
+            None,
+            r"`exec` of the user u in .* needs a terminal \(interactiveMode Always\), which a worker does not have",
         ),
         (
             HTTPS,
             {"auth-provider": {"name": "gcp"}},
             None,
-            "gets in by an auth-provider, which kubectl itself has given up",
+            "authenticates with an auth-provider, which kubectl itself has given up",
         ),
         (
             HTTPS,
             {"username": "a", "password": "b"},
             None,
-            "gets in by a password, which API servers have given up, whi",
+            "authenticates with a password, which API servers have given up, whi",
         ),
         (
             HTTPS,
@@ -293,36 +407,38 @@ def test_files_that_are_no_kubeconfig(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def api(server: Server, tmp_path: Path) -> AsyncIterator[Api]:
-    api = Api(find_cluster(str(server.kubeconfig(tmp_path / "config")), None, {}), NAMESPACE)
+async def api(server: Server, tmp_path: Path) -> AsyncIterator[KubeApi]:
+    api = KubeApi(find_cluster(str(server.kubeconfig(tmp_path / "config")), None, {}), NAMESPACE)
     yield api
     await api.aclose()
 
 
-async def test_what_answers_mean(server: Server, api: Api) -> None:
+async def test_what_answers_mean(server: Server, api: KubeApi) -> None:
     for status, reason, kind in (
-        (500, "InternalError", Away),
-        (429, "TooManyRequests", Away),
-        (507, "", Away),
-        (409, "Conflict", Away),
-        (409, "AlreadyExists", Rejected),
-        (403, "Forbidden", Rejected),
-        (302, "", Rejected),
+        (500, "InternalError", ApiUnavailable),
+        (429, "TooManyRequests", ApiUnavailable),
+        (507, "", ApiUnavailable),
+        (409, "Conflict", ApiUnavailable),
+        (409, "AlreadyExists", RequestRejected),
+        (403, "Forbidden", RequestRejected),
+        (302, "", RequestRejected),
     ):
         server.faults.append(Fault("", status, reason, "so it is", times=1))
         with pytest.raises(kind) as caught:
             await api.job("x")
         assert str(caught.value) == (
-            f"the API server {server.url} says: so it is (status {status}{f' {reason}' if reason else ''})"
+            f"the API server {server.url} answered: so it is (status {status}{f' {reason}' if reason else ''})"
         )
-        assert getattr(caught.value, "pause", None) == (1.0 if status == 429 else 0.0 if kind is Away else None)
+        assert getattr(caught.value, "retry_after", None) == (
+            1.0 if status == 429 else 0.0 if kind is ApiUnavailable else None
+        )
     assert await api.job("x") is None
     assert not await api.delete_job("x")
     assert not await api.delete_pod("x", 0)
     assert await api.log("x", "child", 10) == ""
     server.faults.append(Fault("", 0, times=1))
     with pytest.raises(
-        Away, match=f"the API server {server.url} has not answered: RemoteProtocolError: Server disconn"
+        ApiUnavailable, match=f"the API server {server.url} has not answered: RemoteProtocolError: Server disconn"
     ):
         await api.job("x")
 
@@ -336,10 +452,14 @@ async def test_what_is_no_api_server(tmp_path: Path) -> None:
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as group:
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
         group.start_soon(listener.serve, serve)
-        with pytest.raises(Away, match="expected JSON of the API server, got something else: Expecting value"):
+        with pytest.raises(
+            ApiUnavailable, match="expected JSON of the API server, got something else: Expecting value"
+        ):
             await ask(Cluster(f"http://127.0.0.1:{port}", "n", None))
         group.cancel_scope.cancel()
-    with pytest.raises(Away, match=f"the API server http://127.0.0.1:{port} has not answered: ConnectError: "):
+    with pytest.raises(
+        ApiUnavailable, match=f"the API server http://127.0.0.1:{port} has not answered: ConnectError: "
+    ):
         await ask(Cluster(f"http://127.0.0.1:{port}", "n", None))
 
 
@@ -348,22 +468,22 @@ async def test_asking_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def away() -> None:
         asked.append(anyio.current_time())
-        raise Away("not now", 0.2 if len(asked) == 1 else 0.0)
+        raise ApiUnavailable("not now", 0.2 if len(asked) == 1 else 0.0)
 
     async def comes_back() -> str:
         if len(asked) < 3:
             await away()
         return "there"
 
-    assert await insist(comes_back) == "there"
+    assert await keep_trying(comes_back) == "there"
     assert asked[1] - asked[0] >= 0.2
     assert len(asked) == 3
     began = anyio.current_time()
-    with pytest.raises(Away, match="not now"):
-        await insist(away, 0.5)
+    with pytest.raises(ApiUnavailable, match="not now"):
+        await keep_trying(away, 0.5)
     assert asked[-1] - began >= 0.5
     with anyio.move_on_after(0.3) as scope:
-        await insist(away)
+        await keep_trying(away)
     assert scope.cancelled_caught
 
 

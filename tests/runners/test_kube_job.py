@@ -11,9 +11,10 @@ import pytest
 from helpers import needs
 from kube_runs import launch
 
-from dreamlake.lakeshore.cli.runner_table import RUNNERS
-from dreamlake.lakeshore.runners.kube.job import OPTIONS, Shape, User, _merged, job_name, label, manifest
+from dreamlake.lakeshore.runners.kube.manifest import JobPlan, _merged, job_name, label, manifest
+from dreamlake.lakeshore.runners.kube.options import KubeOptions
 from dreamlake.lakeshore.runners.kube.runner import KubeRunner
+from dreamlake.lakeshore.runners.options import describe_options, read_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +29,10 @@ NEEDED = {"image": "base:1", "claim": "work"}
 def made(tmp_path: Path, options: Mapping[str, str], environ: Mapping[str, str] | None = None, **more: Any) -> Any:
     asked: Launch = launch(tmp_path, id=ULID, **{"script": None, **more})
     asked.folder.remove()
-    shape = Shape.read({**NEEDED, **options}, "lab")
-    return manifest(shape, asked, "w" * 16, "m" * 16, {**(environ or {}), **asked.environ}, User.read(None))
+    found = read_options(KubeOptions, "kube", {**NEEDED, **options})
+    variables = {**(environ or {}), **asked.environ}
+    plan = JobPlan(asked, "lab", "w" * 16, "m" * 16, variables, os.geteuid(), os.getegid())
+    return manifest(found, plan)
 
 
 def everything(tmp_path: Path) -> dict[str, str]:
@@ -176,23 +179,26 @@ def test_merging() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"image": ""}, "the kube runner needs --runner-option image=NAME: it is where children run, and has to hold"),
+        ({"image": ""}, "the kube runner needs --runner-option image=NAME: The image to run, which has Python and"),
         (
             {"claim": ""},
-            "the kube runner needs --runner-option claim=NAME: the persistent volume claim that this worker's",
+            "the kube runner needs --runner-option claim=NAME: The persistent volume claim that this worker's",
         ),
         ({"mount": "here"}, "expected an absolute path for the runner option mount, got 'here'"),
         ({"sub-path": "/a"}, "expected a path inside the claim for the runner option sub-path, got '/a'"),
         ({"root-sub-path": "a/../.."}, "expected a path inside the claim for the runner option root-sub-path, got 'a/"),
         ({"cpus": "many"}, "expected a number from 0 for the runner option cpus, such as 2, got 'many'"),
-        ({"gpus": "0.5"}, "expected a number from 0 for the runner option gpus, such as 2, got '0.5'"),
+        ({"gpus": "0.5"}, "expected a whole number from 0 for the runner option gpus, such as 2, got '0.5'"),
         ({"memory": "-1"}, "expected a number from 0 for the runner option memory, such as 10 or 2g, got '-1'"),
         ({"node-selector": "ssd"}, "expected NAME=VALUE,NAME=VALUE for the runner option node-selector, got 'ssd'"),
         (
             {"image-pull-policy": "always"},
-            "expected Always, IfNotPresent, Never for the runner option image-pull-policy,",
+            "expected the runner option image-pull-policy to be Always, IfNotPresent or Never, got 'always'",
         ),
-        ({"template": "/nowhere"}, "the runner option template=/nowhere names no file of JSON: .*No such file"),
+        (
+            {"template": "/nowhere"},
+            "expected a file of JSON for the runner option template, got '/nowhere': .*No such file",
+        ),
         (
             {"template": "list"},
             "expected an object in .*list, which is merged into the spec of pods, got something else",
@@ -212,6 +218,10 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, str], sai
         KubeRunner.from_options({**NEEDED, "kubeconfig": str(tmp_path / "config"), **given}, {})
 
 
-def test_all_options_are_told_to_people() -> None:
-    for name in (*OPTIONS, "context", "kubeconfig", "poll"):
-        assert name in RUNNERS["kube"].options
+def test_all_options_are_described() -> None:
+    names = (
+        "image claim mount sub-path root-claim root-sub-path kubeconfig context namespace python service-account cpus"
+    )
+    more = "memory gpus node-selector template image-pull-policy image-pull-secret deadline grace ttl poll"
+    described = [name.partition("=")[0] for name, _ in describe_options(KubeOptions)]
+    assert described == f"{names} {more}".split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -32,10 +33,10 @@ from dreamlake.lakeshore.runners.kube import (
     runner as kube,
 )
 from dreamlake.lakeshore.runners.kube import (
-    watch as kube_watch,
+    tracker as kube_tracker,
 )
-from dreamlake.lakeshore.runners.kube.guard import Orders
-from dreamlake.lakeshore.runners.kube.job import JOB, WORKER, job_name
+from dreamlake.lakeshore.runners.kube.guard import GuardSettings
+from dreamlake.lakeshore.runners.kube.manifest import JOB, WORKER, job_name
 from dreamlake.lakeshore.testing.leaving import WAYS, Caller, Way
 from dreamlake.lakeshore.worker.runner import Exit, Launch
 
@@ -121,7 +122,7 @@ async def test_what_a_child_is_told_arrives_as_it_was(server: Server, tmp_path: 
 
 
 async def test_exit_0_without_a_result(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kube, "LAG", 0.2)
+    monkeypatch.setattr(kube, "FILE_TIMEOUT", 0.2)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho nothing to do\n")
     python.chmod(0o755)
@@ -165,10 +166,10 @@ async def test_another_user(server: Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
-        ("ErrImagePull", "the image base:1 cannot be had: ErrImagePull: so it is"),
-        ("ImagePullBackOff", "the image base:1 cannot be had: ImagePullBackOff: so it is"),
-        ("InvalidImageName", "the image base:1 cannot be had: InvalidImageName: so it is"),
-        ("CreateContainerConfigError", "the container cannot be made: CreateContainerConfigError: so it is"),
+        ("ErrImagePull", "the image base:1 cannot be pulled: ErrImagePull: so it is"),
+        ("ImagePullBackOff", "the image base:1 cannot be pulled: ImagePullBackOff: so it is"),
+        ("InvalidImageName", "the image base:1 cannot be pulled: InvalidImageName: so it is"),
+        ("CreateContainerConfigError", "the container cannot be created: CreateContainerConfigError: so it is"),
     ],
 )
 async def test_containers_that_cannot_be_made(server: Server, tmp_path: Path, reason: str, said: str) -> None:
@@ -178,7 +179,7 @@ async def test_containers_that_cannot_be_made(server: Server, tmp_path: Path, re
         assert server.cluster.jobs == server.cluster.pods == {}
         server.cluster.waiting = None
         asked = launch(tmp_path, None)
-        runner.shape = runner.shape.__class__(**{**vars(runner.shape), "python": "/no/such/python"})
+        runner.options = dataclasses.replace(runner.options, python="/no/such/python")
         said = await _fails(runner, asked)
         assert said.startswith("the container cannot be started: StartError: exec: ")
         assert "/no/such/python" in said
@@ -194,7 +195,7 @@ async def test_a_pod_without_a_place_waits(server: Server, tmp_path: Path, caplo
 
         async with anyio.create_task_group() as group:
             group.start_soon(run)
-            told = f"{asked.id} waits for its pod, as long as that takes: {server.cluster.unschedulable}"
+            told = f"{asked.id} waits for its pod, for as long as that takes: {server.cluster.unschedulable}"
             await wait_until(lambda: told in caplog.text)
             await anyio.sleep(0.2)
             assert ended == []
@@ -208,8 +209,8 @@ async def test_a_pod_of_which_nothing_is_said(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As while a volume cannot be mounted: the reason is told as a warning of the cluster, if at all."""
-    monkeypatch.setattr(kube_watch, "NO_WORD", 0.1)
-    monkeypatch.setattr(kube_watch, "NO_POD", 0.05)
+    monkeypatch.setattr(kube_tracker, "NOT_RUNNING_INTERVAL", 0.1)
+    monkeypatch.setattr(kube_tracker, "NO_POD_INTERVAL", 0.05)
     server.cluster.waiting = "ContainerCreating", ""
     async with running(server, tmp_path) as runner:
         asked = launch(tmp_path)
@@ -218,7 +219,7 @@ async def test_a_pod_of_which_nothing_is_said(
             await wait_until(lambda: server.cluster.pods)
             server.cluster.warn("Pod", next(iter(server.cluster.pods)), "FailedMount", "no such share")
             await wait_until(
-                lambda: "waits for its pod, as long as that takes: FailedMount: no such share" in caplog.text
+                lambda: "waits for its pod, for as long as that takes: FailedMount: no such share" in caplog.text
             )
             group.cancel_scope.cancel()
         assert server.cluster.jobs == server.cluster.pods == {}
@@ -228,7 +229,7 @@ async def test_a_pod_of_which_nothing_is_said(
 async def test_claims_that_are_not_there_or_elsewhere(server: Server, tmp_path: Path) -> None:
     async with running(server, tmp_path, claim="other") as runner:
         said = await _fails(runner, launch(tmp_path))
-        assert said == 'there is no place for its pod: persistentvolumeclaim "other" not found'
+        assert said == 'its pod cannot be scheduled: persistentvolumeclaim "other" not found'
     server.cluster.claims["other"] = tmp_path.parent
     sub = {"mount": str(tmp_path), "sub_path": tmp_path.name}
     async with running(server, tmp_path, claim="other", **sub) as runner:
@@ -237,40 +238,40 @@ async def test_claims_that_are_not_there_or_elsewhere(server: Server, tmp_path: 
         asked.folder.remove()
     async with running(server, tmp_path, mount="/nowhere") as runner:
         assert await _fails(runner, launch(tmp_path)) == (
-            f"the claim work is mounted at /nowhere (the runner option mount), and the workdir {tmp_path / 'work'} does "
-            "not lie there: children could not see it"
+            f"the claim work is mounted at /nowhere (the runner option mount), and the workdir {tmp_path / 'work'} "
+            "is not in that folder: children could not see it"
         )
 
 
 async def test_what_the_cluster_refuses(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kube_api, kube_watch):  # for so long it may be the refusal of a server that starts
-        monkeypatch.setattr(module, "REFUSED_S", 1.0)
+    for module in (kube_api, kube_tracker):  # for so long it may be the refusal of a server that starts
+        monkeypatch.setattr(module, "UNAUTHORIZED_GRACE", 1.0)
     quota = 'jobs.batch "x" is forbidden: exceeded quota: compute, requested: count/jobs.batch=1, used: 10, limited: 10'
     async with running(server, tmp_path) as runner:
         server.faults.append(Fault("POST", 403, "Forbidden", quota, times=1))
         said = await _fails(runner, launch(tmp_path))
-        assert said == f"the API server {server.url} says: {quota} (status 403 Forbidden)"
+        assert said == f"the API server {server.url} answered: {quota} (status 403 Forbidden)"
         server.cluster.no_pods = 'pods "x" is forbidden: exceeded quota: pods'
         said = await _fails(runner, launch(tmp_path))
-        assert said == 'the cluster makes no pod for it: pods "x" is forbidden: exceeded quota: pods'
+        assert said == 'the cluster creates no pod for it: pods "x" is forbidden: exceeded quota: pods'
         assert server.cluster.jobs == {}
         server.cluster.no_pods = None
         server.faults.append(Fault("watch=1", 403, "Forbidden", "pods is forbidden: User cannot watch"))
         server.drop()
         said = await _fails(runner, launch(tmp_path, SLEEPS))
-        assert said.startswith("what becomes of its pod cannot be seen: the API server ")
+        assert said.startswith("its pod cannot be watched: the API server ")
         assert "pods is forbidden: User cannot watch (status 403 Forbidden)" in said
         server.faults.clear()
     async with running(server, tmp_path, namespace="elsewhere") as runner:
         said = await _fails(runner, launch(tmp_path))
-        assert 'says: namespaces "elsewhere" not found (status 404 NotFound)' in said
+        assert 'answered: namespaces "elsewhere" not found (status 404 NotFound)' in said
     server.tokens = {"another"}
     runner = make(server, tmp_path)
     said = await _fails(runner, launch(tmp_path))
     await runner.aclose()
     assert said == (
-        f"the API server {server.url} says: Unauthorized (status 401 Unauthorized); it does not take the credentials "
-        "that this worker has"
+        f"the API server {server.url} answered: Unauthorized (status 401 Unauthorized); it does not accept the credentials "
+        "of this worker"
     )
 
 
@@ -292,7 +293,7 @@ async def test_a_job_that_is_deleted_before_it_has_a_pod(server: Server, tmp_pat
 @pytest.mark.parametrize(
     ("as_user", "said"),
     [
-        ("root", "`as_user` names 'root', and the kube runner takes numbers only, UID or UID:GID: names mean what"),
+        ("root", "`as_user` names 'root', and the kube runner takes numbers only, UID or UID:GID: each image gives"),
         ("1:2", "`as_user` names '1:2', and only a worker that runs as root can give another user its folder"),
     ],
 )
@@ -312,7 +313,7 @@ async def test_users_that_cannot_be(
 
 
 async def test_pods_that_are_taken_away(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kube_watch, "LOST_NODE", 0.1)
+    monkeypatch.setattr(kube_tracker, "LOST_NODE_AFTER", 0.1)
     cluster = server.cluster
 
     def lose(pod: str) -> None:
@@ -376,7 +377,7 @@ async def test_a_job_that_is_deleted_in_the_cluster(server: Server, tmp_path: Pa
 
 
 async def test_no_memory(server: Server, tmp_path: Path) -> None:
-    killed = "the child was killed for want of memory (OOMKilled): "
+    killed = "the child was killed for lack of memory (OOMKilled): "
     for options, said in (
         ({}, "its node had no more"),
         ({"memory": "64m"}, "it may use 67108864 bytes, the runner option memory"),
@@ -420,7 +421,7 @@ async def test_a_deadline_of_the_job_itself(server: Server, tmp_path: Path) -> N
 
 
 async def test_kill(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kube_watch, "FORCE", 0.3)
+    monkeypatch.setattr(kube_tracker, "FORCE_AFTER", 0.3)
     async with running(server, tmp_path, grace="1") as runner:
         for script, lost, code in ((SLEEPS, False, 3), (STUBBORN, False, -9), (STUBBORN, True, -9)):
             asked = launch(tmp_path, script)
@@ -454,7 +455,7 @@ async def test_children_outlive_what_becomes_of_the_watch(
                 server.faults.append(Fault("", 0))
                 server.drop()
                 (asked.folder.path / "gate").touch()
-                told = "children go on, and nothing is heard of them for now: "
+                told = "children run on, but their pods cannot be watched for now: "
                 async with anyio.create_task_group() as group:
 
                     async def end(child: KubeJob = child) -> None:
@@ -495,8 +496,8 @@ async def test_the_answer_of_a_create_may_be_lost(server: Server, tmp_path: Path
 async def test_an_api_server_that_stays_away(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (kube_watch, kube):
-        monkeypatch.setattr(module, "PATIENCE", 0.2)
+    for module in (kube_tracker, kube):
+        monkeypatch.setattr(module, "API_TIMEOUT", 0.2)
     async with running(server, tmp_path) as runner:
         asked = launch(tmp_path, SLEEPS)
         child, _ = await _start(runner, asked)
@@ -506,7 +507,7 @@ async def test_an_api_server_that_stays_away(
         with pytest.raises(DispatchError, match=f"the API server {server.url} has not answered: RemoteProtocolError"):
             await runner.start(other)
         assert (await run_to_end(child.kill)).code == -9
-        assert f"the Job {job_name('a', 1)} is to end, and cannot be deleted now" in caplog.text
+        assert f"the Job {job_name('a', 1)} has to end, and cannot be deleted now" in caplog.text
         server.faults.clear()
         await wait_until(lambda: server.cluster.jobs == server.cluster.pods == {})
         asked.folder.remove()
@@ -531,14 +532,14 @@ async def test_what_the_watch_has_missed(server: Server, tmp_path: Path) -> None
 async def test_output_that_cannot_be_had(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kube, "LOG_PATIENCE", 0.1)
+    monkeypatch.setattr(kube, "LOG_TIMEOUT", 0.1)
     async with running(server, tmp_path) as runner:
         for fault in (Fault("/log", 503, times=3), Fault("/log", 403, times=1)):
             server.faults = [fault]
             asked = launch(tmp_path, "echo said; exit 3")
             assert await (await runner.start(asked)).wait() == Exit(3)
             asked.folder.remove()
-    assert caplog.text.count("the output of a cannot be had: the API server ") == 1
+    assert caplog.text.count("the output of a cannot be read: the API server ") == 1
 
 
 async def test_what_is_left_at_the_end_is_the_guards(
@@ -550,7 +551,7 @@ async def test_what_is_left_at_the_end_is_the_guards(
     await _start(runner, asked)
     server.faults.append(Fault("", 0))
     await runner.aclose()
-    assert "whether Jobs are left is not known: the API server " in caplog.text
+    assert "Jobs of this worker may be left in the cluster: the API server " in caplog.text
     (guard,) = left  # which acts when this process ends
     guard.dismiss()
     asked.folder.remove()
@@ -651,14 +652,14 @@ async def test_jobs_of_workers_that_are_gone(server: Server, tmp_path: Path, cap
 async def test_the_guard_waits_for_an_api_server_that_is_away(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kube_guard, "SETTLE", 0.3)
-    monkeypatch.setattr(kube_guard, "FORCE", 0.1)
+    monkeypatch.setattr(kube_guard, "QUIET_TIME", 0.3)
+    monkeypatch.setattr(kube_guard, "FORCE_AFTER", 0.1)
     async with running(server, tmp_path, grace="1") as runner:
         asked = launch(tmp_path, STUBBORN)
         child, _ = await _start(runner, asked)
         server.faults += [Fault("jobs?", 0, times=2), Fault("DELETE", 503, times=1)]
         server.cluster.lost_node = True
-        await kube_guard.main(Orders(str(tmp_path / "kubeconfig"), None, "lab", runner.worker, 1))
+        await kube_guard.main(GuardSettings(str(tmp_path / "kubeconfig"), None, "lab", runner.worker, 1))
         assert server.cluster.jobs == server.cluster.pods == {}
         await child.wait()
         asked.folder.remove()
@@ -682,15 +683,15 @@ def test_one_event_loop_after_the_other(server: Server, tmp_path: Path) -> None:
 async def test_errors_of_the_watch_do_not_end_it(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = kube_pods.Job.see
+    seen = kube_pods.TrackedJob.update
     wrong = [LookupError("a fault of our own")]
 
-    def see(self: kube_pods.Job, pod: Any, *, gone: bool = False) -> None:
+    def see(self: kube_pods.TrackedJob, pod: Any, *, gone: bool = False) -> None:
         if wrong:
             raise wrong.pop()
         seen(self, pod, gone=gone)
 
-    monkeypatch.setattr(kube_pods.Job, "see", see)
+    monkeypatch.setattr(kube_pods.TrackedJob, "update", see)
     with caplog.at_level(logging.ERROR):
         async with running(server, tmp_path) as runner:
             asked = launch(tmp_path, "exit 2")

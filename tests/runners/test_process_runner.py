@@ -20,8 +20,9 @@ from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.runners import process_groups as groups
+from dreamlake.lakeshore.runners.environment import child_environ
 from dreamlake.lakeshore.runners.process import runner as process_module
-from dreamlake.lakeshore.runners.process.runner import ProcessRunner, child_environ
+from dreamlake.lakeshore.runners.process.runner import ProcessOptions, ProcessRunner
 from dreamlake.lakeshore.wire import pack
 from dreamlake.lakeshore.worker import child
 from dreamlake.lakeshore.worker.runner import Launch
@@ -55,13 +56,13 @@ def test_limits_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     ProcessRunner(environ={})
     monkeypatch.delattr(os, "waitid")
     with pytest.raises(ValueError, match=r"the runner option warm needs Linux, or Python 3\.13 on macOS"):
-        ProcessRunner(environ={}, warm=True)
+        ProcessOptions(warm=True)
     with pytest.raises(ValueError, match=r"limits of a process \(rlimit_cpu\) can be set on Linux only"):
-        ProcessRunner(environ={}, limits={"rlimit_cpu": 1})
+        ProcessOptions(rlimit_cpu=1)
 
 
 async def test_limits_that_cannot_be_set_fail_the_start(queue: dls.Queue, tmp_path: Path) -> None:
-    runner = ProcessRunner(environ=environ(), limits={"rlimit_nofile": 1 << 40})
+    runner = ProcessRunner(ProcessOptions(rlimit_nofile=1 << 40), environ=environ())
     async with children(queue, tmp_path, runner):
         id = await queue.submit(dls.thunk(bodies.nothing))
         await queue.dispatch.outcome(id, timeout=60)
@@ -80,7 +81,7 @@ async def test_another_fault_after_the_start_ends_the_child_too(
     def broken(*_: object) -> None:
         raise OSError("no such luck")
 
-    monkeypatch.setattr(process_module, "end_with_us", broken)
+    monkeypatch.setattr(process_module, "kill_with_this_process", broken)
     async with children(queue, tmp_path):
         id = await queue.submit(dls.thunk(bodies.nothing))
         await queue.dispatch.outcome(id, timeout=60)
@@ -123,7 +124,7 @@ async def test_on_systems_that_offer_less(
 async def test_a_warm_interpreter_that_does_not_answer_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "PATIENCE", 0.2)
+    monkeypatch.setattr(groups, "FORK_TIMEOUT", 0.2)
     silent = tmp_path / "silent"
     silent.write_text(f'#!/bin/sh\ncase "$*" in *daemon.warm*) exec sleep 60;; esac\nexec {sys.executable} "$@"\n')
     silent.chmod(0o755)
@@ -215,7 +216,7 @@ async def test_output_goes_into_new_files_only(tmp_path: Path) -> None:
 
 
 async def test_a_fault_after_the_fork_ends_the_child(tmp_path: Path) -> None:
-    runner = process_runner(warm=True, limits={"rlimit_nofile": 1 << 40})
+    runner = process_runner(warm=True, rlimit_nofile=1 << 40)
     asked = launch(tmp_path, bodies.stubborn, str(tmp_path / "notes"))
     with pytest.raises(dls.DispatchError, match="cannot be set"):
         await runner.start(asked)

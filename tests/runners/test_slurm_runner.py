@@ -26,7 +26,7 @@ from dreamlake.lakeshore.daemon.workdir import ChildSettings, Folder
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
 from dreamlake.lakeshore.runners.slurm import runner as slurm
-from dreamlake.lakeshore.runners.slurm.control import FORGOTTEN, Control, Record, Watch
+from dreamlake.lakeshore.runners.slurm.control import NOT_FOUND, JobRecord, SlurmPrograms, WatchedJob
 from dreamlake.lakeshore.runners.slurm.runner import SlurmRunner
 from dreamlake.lakeshore.wire import pack
 from dreamlake.lakeshore.worker.runner import Launch
@@ -140,10 +140,10 @@ def test_a_job_is_no_job_of_the_job_that_the_worker_runs_in(monkeypatch: pytest.
     for name in foreign:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SLURM_CONF", "/etc/its-own.conf")
-    theirs = Control(None, 1.0).environ
+    theirs = SlurmPrograms(None, 1.0).environ
     assert not foreign & set(theirs)
     assert (theirs["SLURM_CONF"], theirs["LC_ALL"]) == ("/etc/its-own.conf", "C")
-    assert Control("/other.conf", 1.0).environ["SLURM_CONF"] == "/other.conf"
+    assert SlurmPrograms("/other.conf", 1.0).environ["SLURM_CONF"] == "/other.conf"
 
 
 async def test_its_environment_is_told_whole_and_on_no_command_line(
@@ -163,7 +163,7 @@ async def test_its_environment_is_told_whole_and_on_no_command_line(
 
     monkeypatch.setattr(subprocess.Popen, "__init__", noted)
     runner = make({"TOKEN": secret, "EMPTY": ""})
-    runner.control.environ["SLURM_TOKEN"] = "the worker's own"
+    runner.programs.environ["SLURM_TOKEN"] = "the worker's own"
     async with children(queue, tmp_path, runner):
         id = await queue.submit(dls.thunk(bodies.around))
         seen = await queue.result(id)
@@ -221,7 +221,10 @@ async def test_scripts_and_other_users(queue: dls.Queue, tmp_path: Path, make: C
 
 async def test_what_slurm_refuses_is_told(queue: dls.Queue, tmp_path: Path, make: Callable[..., SlurmRunner]) -> None:
     for options, said in (
-        ({"partition": "nowhere"}, "`sbatch` says (exit code 1): sbatch: error: invalid partition specified: nowhere"),
+        (
+            {"partition": "nowhere"},
+            "`sbatch` failed (exit code 1): sbatch: error: invalid partition specified: nowhere",
+        ),
         ({"time": "soon"}, "sbatch: error: Invalid --time specification"),
         ({"constraint": "gold"}, "sbatch: error: Batch job submission failed: Invalid feature specification"),
     ):
@@ -238,7 +241,7 @@ async def test_without_its_programs(
     queue: dls.Queue, tmp_path: Path, make: Callable[..., SlurmRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = make()
-    monkeypatch.setitem(runner.control.environ, "PATH", "/nonexistent")
+    monkeypatch.setitem(runner.programs.environ, "PATH", "/nonexistent")
     async with children(queue, tmp_path, runner):
         message = (await failure(queue, await queue.submit(dls.thunk(bodies.nothing))))[2]
     assert "could not start a child: `sbatch` cannot be run: [Errno 2] No such file or directory: 'sbatch'" in message
@@ -258,13 +261,13 @@ def replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, scri
 @pytest.mark.parametrize(
     ("script", "patience", "said"),
     [
-        ('"$REAL" "$@" >/dev/null; exec sleep 100', "2", "`sbatch --parsable` has not answered in 2 s"),
+        ('"$REAL" "$@" >/dev/null; exec sleep 100', "2", "`sbatch --parsable` has not ended within 2 s"),
         (
             '"$REAL" "$@" >/dev/null; echo hello',
             "90",
-            "expected `sbatch --parsable` to answer with the number of a job, got",
+            "expected `sbatch --parsable` to print the number of a job, got",
         ),
-        ('"$REAL" "$@" >/dev/null; echo timed out >&2; exit 1', "90", "`sbatch` says (exit code 1): timed out"),
+        ('"$REAL" "$@" >/dev/null; echo timed out >&2; exit 1', "90", "`sbatch` failed (exit code 1): timed out"),
     ],
     ids=["silent", "odd", "failed"],
 )
@@ -312,11 +315,11 @@ async def test_a_job_that_waits_is_no_failure_and_its_wait_does_not_count(
 
 
 async def test_reasons_to_wait_that_may_never_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    watch = Watch("5", tmp_path, mine=True)
+    watch = WatchedJob("5", tmp_path, own=True)
     passing = ["Resources", "Priority", "BeginTime", "QOSMaxJobsPerUserLimit", "None", ""]
     stuck = ["BadConstraints", "PartitionTimeLimit", "QOSMaxCpuPerJobLimit", "ReqNodeNotAvail, UnavailableNodes:n1"]
     for reason in [*passing, *stuck, *stuck]:
-        watch.tell(Record("PENDING", reason))
+        watch.update(JobRecord("PENDING", reason))
     assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == stuck
 
 
@@ -401,7 +404,7 @@ async def test_nodes_that_fail_again_and_again(
 async def test_its_time_limit(
     queue: dls.Queue, tmp_path: Path, make: Callable[..., SlurmRunner], cluster: Cluster, anyio_backend_name: str
 ) -> None:
-    """Slurm looks at limits every half minute."""
+    """Slurm polls at limits every half minute."""
     if anyio_backend_name == "trio":
         return
     path = tmp_path / "notes"
@@ -413,7 +416,7 @@ async def test_its_time_limit(
         state, type, message = await failure(queue, id)
         assert (state, type) == ("timeout", "TimeoutError")
         assert message.startswith(f"Slurm job {job} on ")
-        assert " was ended at its time limit of 00:01:00; the runner option time, or the partition, says how" in message
+        assert " was ended at its time limit of 00:01:00, which the runner option time or the partition sets" in message
         assert (await queue.get(id)).attempt == 1
         assert notes(path)[1:] == ["cleaned up"]
 
@@ -451,7 +454,7 @@ async def test_a_workdir_that_its_node_does_not_have(
         message = (await failure(queue, id))[2]
         assert message.startswith(f"Slurm job {job} on ")
         assert (
-            f" could not open its output in {tmp_path / 'work' / id}: the workdir has to lie on a file system that the "
+            f" could not open its output in {tmp_path / 'work' / id}: the workdir has to be on a file system that the "
             "nodes share, under the same path" in message
         )
 
@@ -461,7 +464,7 @@ async def test_a_result_that_is_seen_late_counts(
 ) -> None:
     async with children(queue, tmp_path, make()):
         assert await queue.call(dls.thunk(bodies.result_arrives_late, 1.0)) == 7
-        monkeypatch.setattr(slurm, "LATE", 0.2)
+        monkeypatch.setattr(slurm, "FILE_TIMEOUT", 0.2)
         message = (await failure(queue, await queue.submit(dls.thunk(bodies.exits_hard, 0))))[2]
         assert message.startswith(
             "the child ended with exit code 0 and wrote no result.msgpack; the end of its output:\n"
@@ -497,63 +500,60 @@ async def test_a_body_that_finishes_all_the_same(
 @pytest.mark.parametrize(
     ("record", "left", "code", "state", "said"),
     [
-        (Record("COMPLETED"), None, 0, "failed", None),
-        (Record("FAILED", code=3), None, 3, "failed", None),
-        (Record(FORGOTTEN), "result.msgpack", 0, "failed", None),
-        (Record(FORGOTTEN), "error.json", 1, "failed", None),
-        (Record("NODE_FAIL", nodes="n1"), "result.msgpack", 0, "failed", None),
+        (JobRecord("COMPLETED"), None, 0, "failed", None),
+        (JobRecord("FAILED", code=3), None, 3, "failed", None),
+        (JobRecord(NOT_FOUND), "result.msgpack", 0, "failed", None),
+        (JobRecord(NOT_FOUND), "error.json", 1, "failed", None),
+        (JobRecord("NODE_FAIL", nodes="n1"), "result.msgpack", 0, "failed", None),
         (
-            Record(FORGOTTEN),
+            JobRecord(NOT_FOUND),
             None,
             -9,
             "failed",
             "WorkerLost: Slurm job 5 was lost: Slurm knows it no longer, and it left neither a result nor an error",
         ),
         (
-            Record("PREEMPTED", nodes="n1", code=-15),
+            JobRecord("PREEMPTED", nodes="n1", code=-15),
             None,
             -15,
             "failed",
             "WorkerLost: Slurm job 5 on n1 was lost: it had to make room for another",
         ),
         (
-            Record("DEADLINE"),
+            JobRecord("DEADLINE"),
             None,
             -9,
             "timeout",
-            (
-                "TimeoutError: Slurm job 5 was ended at its deadline; the runner option time, or the partition, says how "
-                "long it may run"
-            ),
+            "TimeoutError: Slurm job 5 was ended at its deadline, which the runner option time or the partition sets",
         ),
         (
-            Record("OUT_OF_MEMORY", code=-125),
+            JobRecord("OUT_OF_MEMORY", code=-125),
             "stderr.log",
             -125,
             "failed",
             (
-                "DaemonError: Slurm job 5 took more memory than it may, which the runner option memory says; the end of its "
-                "output:\nlast words"
+                "DaemonError: Slurm job 5 used more memory than its limit, which the runner option memory sets; the end of "
+                "its output:\nlast words"
             ),
         ),
         (
-            Record("FAILED", "BadConstraints"),
+            JobRecord("FAILED", "BadConstraints"),
             None,
             -9,
             "failed",
             "DaemonError: Slurm job 5 has ended as FAILED (BadConstraints)",
         ),
     ],
-    ids=lambda value: value.state if isinstance(value, Record) else None,
+    ids=lambda value: value.state if isinstance(value, JobRecord) else None,
 )
 def test_what_slurm_says_of_an_end(
-    tmp_path: Path, record: Record, left: str | None, code: int, state: str, said: str | None
+    tmp_path: Path, record: JobRecord, left: str | None, code: int, state: str, said: str | None
 ) -> None:
     launch = made_launch(tmp_path, "a", 1)
     if left is not None:
         words = '{"type": "E", "message": "m"}' if left == "error.json" else "last words"
         (launch.folder.path / left).write_text(words)
-    found = slurm._Job(SlurmRunner(environ={}), launch)._read("5", record)
+    found = slurm._Job(SlurmRunner(environ={}), launch)._exit_by_record("5", record)
     error = None if found.error is None else f"{found.error.type}: {found.error.message}"
     assert (found.code, found.state, error) == (code, state, said)
     launch.folder.remove()
@@ -591,7 +591,7 @@ async def test_a_later_attempt_ends_the_jobs_of_earlier_ones_first(
 async def test_earlier_jobs_that_do_not_end(
     tmp_path: Path, make: Callable[..., SlurmRunner], monkeypatch: pytest.MonkeyPatch, cluster: Cluster
 ) -> None:
-    monkeypatch.setattr(slurm, "PATIENCE", 0.3)
+    monkeypatch.setattr(slurm, "CANCEL_TIMEOUT", 0.3)
     replaced(tmp_path, monkeypatch, "scancel", "exit 0")
     cluster.run("sbatch", "--job-name=lakeshore-a-1", "--output=/dev/null", "--wrap", "exec sleep 1000")
     launch = made_launch(tmp_path, "a", 2)
@@ -609,33 +609,31 @@ async def test_a_job_that_slurm_does_not_end_is_left_with_a_warning(
     cluster: Cluster,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(slurm, "PATIENCE", 0.3)
-    monkeypatch.setattr(slurm, "AGAIN", 0.2)
+    monkeypatch.setattr(slurm, "CANCEL_TIMEOUT", 0.3)
+    monkeypatch.setattr(slurm, "CANCEL_INTERVAL", 0.2)
     runner, launch = make(grace="0", sbatch="--hold"), made_launch(tmp_path, "a", 1)
     replaced(tmp_path, monkeypatch, "scancel", "exit 0")
-    monkeypatch.setitem(runner.control.environ, "PATH", os.environ["PATH"])
+    monkeypatch.setitem(runner.programs.environ, "PATH", os.environ["PATH"])
     with anyio.move_on_after(1.0):
         await runner.start(launch)
-    (warning,) = waiting(caplog, "it may run on")
-    assert warning.startswith(
-        "Slurm was told so for 0.3 s, and has not ended the job lakeshore-a-1: it may run on; look"
-    )
+    (warning,) = waiting(caplog, "may run on")
+    assert warning.startswith("Slurm has not ended the job for 0.3 s; the job lakeshore-a-1 may run on: look for it")
     monkeypatch.undo()
     cluster.end_jobs()
     launch.folder.remove()
 
 
-async def test_one_look_serves_all_jobs(
+async def test_one_poll_serves_all_jobs(
     queue: dls.Queue, tmp_path: Path, make: Callable[..., SlurmRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = list[float]()
-    look = Control.look
+    polls = list[float]()
+    list_jobs = SlurmPrograms.list_jobs
 
-    async def counted(self: Control, **options: Any) -> Any:
-        looks.append(time.monotonic())
-        return await look(self, **options)
+    async def counted(self: SlurmPrograms, **options: Any) -> Any:
+        polls.append(time.monotonic())
+        return await list_jobs(self, **options)
 
-    monkeypatch.setattr(Control, "look", counted)
+    monkeypatch.setattr(SlurmPrograms, "list_jobs", counted)
     met = tmp_path / "met"
     met.mkdir()
     async with children(queue, tmp_path, make(memory="100"), concurrency=5):
@@ -643,11 +641,11 @@ async def test_one_look_serves_all_jobs(
         await wait_until(lambda: len(list(met.iterdir())) == 5, LIMIT, "five jobs at once")
 
         async def rare() -> bool:
-            since, before = time.monotonic(), len(looks)
-            await wait_until(lambda: len(looks) >= before + 4, LIMIT, "four more looks")
+            since, before = time.monotonic(), len(polls)
+            await wait_until(lambda: len(polls) >= before + 4, LIMIT, "four more polls")
             return time.monotonic() - since > 2.0
 
-        await wait_until(rare, LIMIT, "one look a second, as poll says, and not one for each job that has started")
+        await wait_until(rare, LIMIT, "one poll a second, as poll says, and not one for each job that has started")
         (met / "6").touch()
         for id in ids:
             assert await queue.result(id) > 0
@@ -686,5 +684,5 @@ async def test_a_controller_that_is_away(
             cluster.start("slurmctld")
         row = await ended(queue, id)
         assert (row.state, row.attempt) == ("succeeded", 1)
-    assert len(waiting(caplog, "Slurm does not answer, its jobs go on and are looked for again and again: ")) == 1
+    assert len(waiting(caplog, "Slurm does not answer; its jobs run on, and the queue is polled again: ")) == 1
     assert len(waiting(caplog, "Slurm answers again")) == 1

@@ -5,18 +5,30 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from .runner import DockerRunner
+from ..options import Option
+from .runner import DockerOptions, DockerRunner, options_with_program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["GvisorRunner"]
+__all__ = ["GvisorOptions", "GvisorRunner"]
 
-RUNTIME = "runsc"
 INFO_TIMEOUT = 10.0
-"""Seconds within which an engine lists its runtimes. One that takes longer is not asked again."""
+"""Seconds within which an engine lists its runtimes. One that takes longer is started with all the same."""
+
+
+def _default_engine() -> str:
+    return "podman" if shutil.which("docker") is None and shutil.which("podman") is not None else "docker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GvisorOptions(DockerOptions):
+    """The options of the gvisor runner: those of docker, with a default for the runtime."""
+
+    runtime: Annotated[str | None, Option("NAME", "gVisor's runtime, as docker or podman knows it.")] = "runsc"
 
 
 class GvisorRunner(DockerRunner):
@@ -24,24 +36,22 @@ class GvisorRunner(DockerRunner):
 
     name = "gvisor"
     shares_locks = False
+    options_class = GvisorOptions
 
     @classmethod
-    def from_options(cls, options: Mapping[str, str], environ: Mapping[str, str]) -> GvisorRunner:
-        """Make the runner for `--runner-option`: the options of docker, with `runtime` set to runsc unless given.
+    def from_options(cls, options: Mapping[str, str], environ: Mapping[str, str]) -> Self:
+        """Make the runner for `--runner-option`.
 
         Raises:
             ValueError: An option is wrong, or the engine does not have the runtime.
         """
-        runtime = options.get("runtime") or RUNTIME
-        default = "docker" if shutil.which("docker") or not shutil.which("podman") else "podman"
-        binary = options.get("binary") or default
-        runner = super().from_options({**options, "runtime": runtime, "binary": binary}, environ)
-        assert isinstance(runner, GvisorRunner)
-        if not _has_runtime(runner.engine.argv, runtime):
+        found = options_with_program(GvisorOptions, cls.name, {"binary": _default_engine(), **options})
+        runner = cls(found, environ=environ)
+        if found.runtime is not None and not _has_runtime(runner.engine.argv, found.runtime):
             raise ValueError(
-                f"the gvisor runner needs docker or podman with the runtime {runtime!r}, and {binary} does not have it: "
-                "install gVisor's runsc and add it to the engine's runtimes, or name another engine or runtime with "
-                "--runner-option binary=PATH and runtime=NAME"
+                f"the gvisor runner needs docker or podman with the runtime {found.runtime!r}, and {found.binary} does not "
+                "have it: install gVisor's runsc and add it to the engine's runtimes, or name another engine or runtime "
+                "with --runner-option binary=PATH and runtime=NAME"
             )
         return runner
 

@@ -1,4 +1,4 @@
-"""Requests to the API server of a Kubernetes cluster, and what its answers mean."""
+"""Send requests to the API server of a Kubernetes cluster, and decide what its answers mean."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from urllib.parse import quote, urlsplit
 import anyio
 import httpx
 
+from ...concurrency.backoff import Backoff
 from ...errors import DispatchError
 from .json_fields import entries, meta, part
 
@@ -18,46 +19,57 @@ if TYPE_CHECKING:
 
     from .config import Cluster
 
-__all__ = ["REFUSED_S", "Api", "Away", "Rejected", "check_client", "insist"]
+__all__ = ["UNAUTHORIZED_GRACE", "ApiUnavailable", "KubeApi", "RequestRejected", "check_client", "keep_trying"]
 
 T = TypeVar("T")
 
-CONNECT_S, ANSWER_S = 5.0, 15.0
-SILENCE_S = 10.0
-"""Seconds that a watch may last longer than the server was told, which some that stand between let it do for ever."""
-REFUSED_S = 10.0
-"""Seconds for which a refusal of credentials may be one of a server that starts, or of a token that is being renewed."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Seconds before a request is made again: at first, and the most they grow to."""
-MOST_SAID = 2000
-_LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
-_FORGET = {"kind": "DeleteOptions", "apiVersion": "v1"}
+CONNECT_TIMEOUT = 5.0
+ANSWER_TIMEOUT = 15.0
+WATCH_OVERTIME = 10.0
+"""Seconds that a watch may last longer than was requested, which some proxies between would let it do for ever."""
+UNAUTHORIZED_GRACE = 10.0
+"""Seconds for which an API server may reject credentials (401) because it starts, or because a token is being renewed."""
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 5.0
+"""Seconds before a request is sent again: at first, and at most."""
+MAX_MESSAGE = 2000
+"""Characters of the API server's message that an error shows."""
+LOG_LINES = 400
+"""Lines of a log that are requested, each of any length."""
+_TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_DELETE_OPTIONS = {"kind": "DeleteOptions", "apiVersion": "v1"}
 
 
-class Away(DispatchError):
-    """The API server has not answered, or not now. `pause`: seconds after which it wants to be asked again."""
+class ApiUnavailable(DispatchError):
+    """The API server has not answered, or has failed in a way that may pass."""
 
-    def __init__(self, message: str, pause: float = 0.0) -> None:
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        """`retry_after`: seconds after which the server wants the request again."""
         super().__init__(message)
-        self.pause = pause
+        self.retry_after = retry_after
 
 
-class Rejected(DispatchError):
-    """The API server says no. `status` is HTTP's, `reason` its own word for it."""
+class RequestRejected(DispatchError):
+    """The API server has rejected a request, and would again."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
+        """`status` is that of HTTP, `reason` the server's own word for it."""
         super().__init__(message)
-        self.status, self.reason = status, reason
+        self.status = status
+        self.reason = reason
 
 
-class Api:
-    """The requests of one event loop, in one namespace. Each is made once: see `insist`.
+class KubeApi:
+    """The requests of one event loop in one namespace. Each is sent once: see `keep_trying`.
 
-    They raise Away when there is no answer, or one that may be another later, and Rejected when it is no.
+    They raise ApiUnavailable when there is no answer, or one that may be another later, and RequestRejected otherwise.
     """
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
-        self.namespace, self._cluster = namespace, cluster
+        self.namespace = namespace
+        self._cluster = cluster
+        self._token_lock = anyio.Lock()
+        """Held while a token is read, so that a program which prints one runs once for all requests."""
         self._client = httpx.AsyncClient(
             verify=False if cluster.tls is None else cluster.tls,
             proxy=cluster.proxy,
@@ -66,64 +78,67 @@ class Api:
         )
 
     async def aclose(self) -> None:
+        """Close all connections."""
         await self._client.aclose()
 
     # Jobs and pods
 
     async def create_job(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._json("POST", self._jobs(), body=manifest)
+        """Create a Job, and return it."""
+        return await self._request_json("POST", self._jobs_path(), body=manifest)
 
     async def job(self, name: str) -> dict[str, Any] | None:
-        """The Job of that name; None: there is none."""
-        return await _or_none(self._json("GET", self._jobs(name)))
+        """Return the Job of that name; None where there is none."""
+        return await _none_if_missing(self._request_json("GET", self._jobs_path(name)))
 
     async def jobs(self, labels: Mapping[str, str]) -> list[dict[str, Any]]:
-        found = await self._json("GET", self._jobs(), {"labelSelector": selector(labels)})
+        """Return the Jobs with these labels."""
+        found = await self._request_json("GET", self._jobs_path(), {"labelSelector": _selector(labels)})
         return entries(found.get("items"))
 
     async def delete_job(self, name: str) -> bool:
-        """Have a Job deleted once its pods are gone, which get their grace for that; whether it was there."""
-        how = {**_FORGET, "propagationPolicy": "Foreground"}
-        return await _or_none(self._json("DELETE", self._jobs(name), body=how)) is not None
+        """Delete a Job, which goes when its pods have ended within their grace. Return whether it existed."""
+        body = {**_DELETE_OPTIONS, "propagationPolicy": "Foreground"}
+        return await _none_if_missing(self._request_json("DELETE", self._jobs_path(name), body=body)) is not None
 
     async def pods(self, labels: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
-        """The pods with these labels, and the version of the list, from which to `watch`."""
-        found = await self._json("GET", self._core("pods"), {"labelSelector": selector(labels)})
+        """Return the pods with these labels, and the version of the list, from which `watch_pods` goes on."""
+        found = await self._request_json("GET", self._core_path("pods"), {"labelSelector": _selector(labels)})
         return entries(found.get("items")), meta(found, "resourceVersion")
 
     async def delete_pod(self, name: str, grace: int) -> bool:
-        """Have a pod end after `grace` seconds; with 0 its name is free at once. Whether it was there."""
-        how = {**_FORGET, "gracePeriodSeconds": grace}
-        return await _or_none(self._json("DELETE", self._core("pods", name), body=how)) is not None
+        """End a pod within `grace` seconds; with 0 it is gone at once. Return whether it existed."""
+        body = {**_DELETE_OPTIONS, "gracePeriodSeconds": grace}
+        path = self._core_path("pods", name)
+        return await _none_if_missing(self._request_json("DELETE", path, body=body)) is not None
 
-    async def log(self, pod: str, container: str, most: int) -> str:
-        """The end of what a container wrote, at most so many bytes; "" where there is nothing to be had."""
-        query, end = {"container": container, "tailLines": "400"}, bytearray()  # of lines that may be of any length
+    async def log(self, pod: str, container: str, max_bytes: int) -> str:
+        """Return the end of what a container wrote; "" where that cannot be read. Keeps no more than that in memory."""
+        query = {"container": container, "tailLines": str(LOG_LINES)}
+        end = bytearray()
 
         def take(data: bytes) -> None:
-            end.extend(data[-most:])
-            del end[:-most]
+            end.extend(data[-max_bytes:])
+            del end[:-max_bytes]
 
         try:
-            with anyio.fail_after(2 * ANSWER_S):
-                await self._read_on(self._core("pods", pod, "log"), query, ANSWER_S, take)
+            with anyio.fail_after(2 * ANSWER_TIMEOUT):
+                await self._stream(self._core_path("pods", pod, "log"), query, ANSWER_TIMEOUT, take)
         except TimeoutError as exc:
-            raise self._away(exc) from exc
-        except Rejected:
+            raise self._no_answer(exc) from exc
+        except RequestRejected:
             return ""
         return end.decode("utf-8", "replace").strip()
 
     async def warnings(self, kind: str, name: str) -> list[tuple[str, str]]:
-        """What the cluster warns of about an object: reason and message, the latest last; nothing where it may not be
-        seen by this worker."""
+        """Return reason and message of the warnings about an object, the latest last; none where they may not be read."""
         fields = f"involvedObject.kind={kind},involvedObject.name={name},type=Warning"
         try:
-            said = await self._json("GET", self._core("events"), {"fieldSelector": fields})
-        except Rejected:
+            answer = await self._request_json("GET", self._core_path("events"), {"fieldSelector": fields})
+        except RequestRejected:
             return []
-        found = entries(said.get("items"))
-        found.sort(key=_when)
-        return [(str(one.get("reason") or ""), str(one.get("message") or "")) for one in found]
+        events = sorted(entries(answer.get("items")), key=_event_time)
+        return [(str(event.get("reason") or ""), str(event.get("message") or "")) for event in events]
 
     async def watch_pods(
         self,
@@ -133,13 +148,20 @@ class Api:
         take: Callable[[str, dict[str, Any]], None],
         begun: Callable[[], None],
     ) -> None:
-        """Call `begun()`, and `take(what, object)` for what happens after `version`, until the server ends it, after
-        `seconds` or so.
+        """Receive the changes of pods, until the server ends the watch.
 
-        Raises as other requests do, when it begins and while it lasts; 410 says that `version` is too old.
+        Args:
+            labels: The labels of the pods.
+            version: Changes after this version are received.
+            seconds: For how long the watch is requested.
+            take: Called with the kind of each change and the pod.
+            begun: Called when the server has accepted the watch.
+
+        Raises:
+            RequestRejected: With status 410 where the version is too old, when the watch begins or while it lasts.
         """
         query = {
-            "labelSelector": selector(labels),
+            "labelSelector": _selector(labels),
             "watch": "1",
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
@@ -151,209 +173,222 @@ class Api:
             nonlocal rest
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                self._take(line, take)
+                if line.strip():
+                    self._take_change(line, take)
 
-        with anyio.move_on_after(seconds + SILENCE_S):
-            await self._read_on(self._core("pods"), query, seconds + SILENCE_S, read, begun)
+        with anyio.move_on_after(seconds + WATCH_OVERTIME):
+            await self._stream(self._core_path("pods"), query, seconds + WATCH_OVERTIME, read, begun)
 
-    async def _read_on(
+    def _take_change(self, line: bytes, take: Callable[[str, dict[str, Any]], None]) -> None:
+        event = _decode(line)
+        found = part(event, "object")
+        if event.get("type") == "ERROR":
+            raise _error_of_status(int(found.get("code") or 500), found, self._cluster.url)
+        take(str(event.get("type")), found)
+
+    # Requests
+
+    def _jobs_path(self, name: str | None = None) -> str:
+        path = f"/apis/batch/v1/namespaces/{quote(self.namespace, safe='')}/jobs"
+        return path if name is None else f"{path}/{quote(name, safe='')}"
+
+    def _core_path(self, *names: str) -> str:
+        quoted = (quote(name, safe="") for name in names)
+        return "/".join([f"/api/v1/namespaces/{quote(self.namespace, safe='')}", *quoted])
+
+    async def _request_json(
+        self, method: str, path: str, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Send a request, and return the object in the answer."""
+        request = await self._build_request(method, path, query, body, ANSWER_TIMEOUT)
+        try:
+            with anyio.fail_after(2 * ANSWER_TIMEOUT):  # httpx counts only the time without a byte
+                response = await self._client.send(request)
+        except (httpx.TransportError, httpx.DecodingError, RuntimeError, OSError) as exc:
+            if isinstance(exc, DispatchError):
+                raise
+            raise self._no_answer(exc) from exc
+        if not 200 <= response.status_code < 300:
+            raise self._error_of(response)
+        return _decode(response.content)
+
+    async def _stream(
         self,
         path: str,
         query: Mapping[str, str],
-        seconds: float,
+        silence: float,
         take: Callable[[bytes], None],
         begun: Callable[[], None] | None = None,
     ) -> None:
-        """Call `take` with the bytes of an answer as they come. seconds: without any, after which it is given up."""
-        timeout = httpx.Timeout(seconds, connect=CONNECT_S, pool=None)
-        faults = list[Exception]()
+        """Send a request, and call `take` with the bytes of the answer as they arrive.
+
+        `silence`: seconds without any after which the answer is given up.
+        """
+        errors = list[Exception]()
+        request = await self._build_request("GET", path, query, None, silence)
         try:
-            response = await self._client.send(self._request("GET", path, query, None, timeout), stream=True)
+            response = await self._client.send(request, stream=True)
             try:
                 if response.status_code != 200:
                     await response.aread()
-                    raise self._error(response)
+                    raise self._error_of(response)
                 if begun is not None:
                     begun()
                 async for data in response.aiter_bytes():
                     try:
                         take(data)
                     except Exception as exc:
-                        faults.append(exc)
-                        await response.aclose()  # ends the loop from inside: who leaves it leaves generators open
+                        errors.append(exc)
+                        await response.aclose()  # it ends the loop; leaving the loop would leave its generator open
             finally:
                 await response.aclose()
         except (httpx.TransportError, httpx.StreamError, httpx.DecodingError, RuntimeError, OSError) as exc:
             if isinstance(exc, DispatchError):
                 raise
-            if not faults:
-                raise self._away(exc) from exc
-        if faults:
-            raise faults[0]
+            if not errors:
+                raise self._no_answer(exc) from exc
+        if errors:
+            raise errors[0]
 
-    def _take(self, line: bytes, take: Callable[[str, dict[str, Any]], None]) -> None:
-        if not line.strip():
-            return
-        event = _read(line)
-        found = part(event, "object")
-        if event.get("type") == "ERROR":
-            raise _said(int(found.get("code") or 500), found, self._cluster.url)
-        take(str(event.get("type")), found)
-
-    # Requests
-
-    def _jobs(self, name: str | None = None) -> str:
-        below = "" if name is None else f"/{quote(name, safe='')}"
-        return f"/apis/batch/v1/namespaces/{quote(self.namespace, safe='')}/jobs{below}"
-
-    def _core(self, *names: str) -> str:
-        return "/".join(
-            [f"/api/v1/namespaces/{quote(self.namespace, safe='')}", *(quote(name, safe="") for name in names)]
-        )
-
-    async def _json(
-        self, method: str, path: str, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        return _read((await self._send(method, path, query, body, ANSWER_S)).content)
-
-    async def _send(
-        self, method: str, path: str, query: Mapping[str, str] | None, body: Mapping[str, Any] | None, seconds: float
-    ) -> httpx.Response:
-        timeout = httpx.Timeout(seconds, connect=CONNECT_S, pool=None)
-        try:
-            with anyio.fail_after(2 * seconds):  # httpx counts the time without a byte
-                response = await self._client.send(self._request(method, path, query, body, timeout))
-        except (httpx.TransportError, httpx.DecodingError, RuntimeError, OSError) as exc:
-            if isinstance(exc, DispatchError):
-                raise
-            raise self._away(exc) from exc
-        if not 200 <= response.status_code < 300:
-            raise self._error(response)
-        return response
-
-    def _request(
+    async def _build_request(
         self,
         method: str,
         path: str,
         query: Mapping[str, str] | None,
         body: Mapping[str, Any] | None,
-        timeout: httpx.Timeout,
+        silence: float,
     ) -> httpx.Request:
         headers = {"accept": "application/json"}
         try:
-            token = self._cluster.token()
+            async with self._token_lock:
+                token = await self._cluster.credentials.token()
         except DispatchError as exc:
-            raise Away(str(exc)) from exc  # who renews a file may be in the middle of it
+            message = f"the token for {self._cluster.url} cannot be read: {exc}"
+            raise ApiUnavailable(message) from exc  # it may be in the middle of being renewed
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
-        extensions = {} if self._cluster.server_name is None else {"sni_hostname": self._cluster.server_name}
+        server_name = self._cluster.server_name
         return self._client.build_request(
             method,
             self._cluster.url + path,
             params=query,
             json=body,
             headers=headers,
-            timeout=timeout,
-            extensions=extensions,
+            timeout=httpx.Timeout(silence, connect=CONNECT_TIMEOUT, pool=None),
+            extensions={} if server_name is None else {"sni_hostname": server_name},
         )
 
-    def _away(self, exc: Exception) -> DispatchError:
-        """What it means that a request had no answer."""
-        causes, cause = list[BaseException](), exc.__cause__
+    # Errors
+
+    def _no_answer(self, exc: Exception) -> DispatchError:
+        """Return the error for a request that got no answer."""
+        causes = list[BaseException]()
+        cause = exc.__cause__
         while cause is not None:
             causes.append(cause)
             cause = cause.__cause__ or cause.__context__
-        texts = [str(one) for one in (exc, *causes)]  # on trio the outer ones say nothing
-        said = next((text for text in texts if text), "")
-        what = f": {type(exc).__name__}: {said}"
-        if isinstance(exc, (httpx.TimeoutException, TimeoutError)):  # whose own words are those of the event loop
-            what = f" in time ({type(exc).__name__})"
-        text = f"the API server {self._cluster.url} has not answered{what}"
-        if any(isinstance(one, ssl.SSLCertVerificationError) for one in causes):
-            return Rejected(0, "Certificate", text)
-        return Away(text)
+        text = next((str(error) for error in (exc, *causes) if str(error)), "")  # on trio the outer ones have no text
+        how = f": {type(exc).__name__}: {text}"
+        if isinstance(exc, (httpx.TimeoutException, TimeoutError)):  # whose text differs between event loops
+            how = f" in time ({type(exc).__name__})"
+        message = f"the API server {self._cluster.url} has not answered{how}"
+        if any(isinstance(error, ssl.SSLCertVerificationError) for error in causes):
+            return RequestRejected(0, "Certificate", message)
+        return ApiUnavailable(message)
 
-    def _error(self, response: httpx.Response) -> DispatchError:
+    def _error_of(self, response: httpx.Response) -> DispatchError:
+        if response.status_code == 401:
+            _, _, token = response.request.headers.get("authorization", "").partition(" ")
+            self._cluster.credentials.reject(token)
         try:
-            fields = _read(response.content)
-        except Away:
+            fields = _decode(response.content)
+        except ApiUnavailable:
             fields = dict[str, Any]()
-        pause = response.headers.get("retry-after", "")
-        return _said(response.status_code, fields, self._cluster.url, float(pause) if pause.isdecimal() else 0.0)
+        retry_after = response.headers.get("retry-after", "")
+        seconds = float(retry_after) if retry_after.isdecimal() else 0.0
+        return _error_of_status(response.status_code, fields, self._cluster.url, seconds)
 
 
-def _said(status: int, fields: Mapping[str, Any], url: str, pause: float = 0.0) -> DispatchError:
-    """What a Status means: that it may go better later, or not."""
+def _error_of_status(status: int, fields: Mapping[str, Any], url: str, retry_after: float = 0.0) -> DispatchError:
+    """Return the error for a Status object: that the request may succeed later, or that it will not."""
     reason = str(fields.get("reason") or "")
-    message = str(fields.get("message") or "it gave no reason")[:MOST_SAID]
-    text = f"the API server {url} says: {message} (status {status}{f' {reason}' if reason else ''})"
-    if status in _LATER or status > 504 or (status == 409 and reason != "AlreadyExists"):
-        return Away(text, pause)
+    explanation = str(fields.get("message") or "no message")[:MAX_MESSAGE]
+    status_text = f"status {status} {reason}".rstrip()
+    message = f"the API server {url} answered: {explanation} ({status_text})"
+    if status in _TEMPORARY or status > 504 or (status == 409 and reason != "AlreadyExists"):
+        return ApiUnavailable(message, retry_after)
     if status == 401:
-        text += "; it does not take the credentials that this worker has"
-    return Rejected(status, reason, text)
+        message += "; it does not accept the credentials of this worker"
+    return RequestRejected(status, reason, message)
 
 
-async def insist(fn: Callable[[], Awaitable[T]], patience: float | None = None) -> T:
-    """Await `fn()` again and again while the API server is away; for `patience` seconds at least, None: for ever. While it
-    does not take the credentials (401) too, for REFUSED_S at most.
+async def keep_trying(fn: Callable[[], Awaitable[T]], timeout: float | None = None) -> T:
+    """Await `fn()` again and again while the API server is unavailable. May be cancelled between two calls.
 
-    Raises what it raised last. May be cancelled between two.
+    It also goes on for UNAUTHORIZED_GRACE while the server rejects the credentials (401).
+
+    Args:
+        fn: Sends one request.
+        timeout: Seconds, at least, until it gives up; None: never.
+
+    Raises:
+        ApiUnavailable: The last error, after `timeout`.
+        RequestRejected: Whatever `fn` raised.
     """
-    began, pause = anyio.current_time(), FIRST_PAUSE
+    began = anyio.current_time()
+    unauthorized = UNAUTHORIZED_GRACE if timeout is None else min(UNAUTHORIZED_GRACE, timeout)
+    backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
     while True:
+        delay = 0.0
         try:
             return await fn()
-        except Away as exc:
-            if patience is not None and anyio.current_time() - began > patience:
+        except ApiUnavailable as exc:
+            if timeout is not None and anyio.current_time() - began > timeout:
                 raise
-            wait = max(pause, min(exc.pause, LONGEST_PAUSE))
-        except Rejected as exc:
-            most = REFUSED_S if patience is None else min(REFUSED_S, patience)
-            if exc.status != 401 or anyio.current_time() - began > most:
+            delay = min(exc.retry_after, LONGEST_PAUSE)
+        except RequestRejected as exc:
+            if exc.status != 401 or anyio.current_time() - began > unauthorized:
                 raise
-            wait = pause
-        await anyio.sleep(wait)
-        pause = min(pause * 2, LONGEST_PAUSE)
+        await backoff.pause(max(delay, backoff.next_delay()))
 
 
 def check_client(cluster: Cluster) -> None:
-    """Raises ValueError where no requests can be made to that URL, or through that proxy."""
-    proxy = "" if cluster.proxy is None else f" through a proxy of the kind {cluster.proxy.partition(':')[0]}"
+    """Raise ValueError where no requests can be sent to the cluster's URL, or through its proxy."""
+    through = "" if cluster.proxy is None else f" through a proxy of the kind {cluster.proxy.partition(':')[0]}"
     try:
         if urlsplit(cluster.url).port == 0 or not httpx.URL(cluster.url).host:
             raise ValueError("expected https://HOST:PORT")
-        Api(cluster, cluster.namespace)
+        KubeApi(cluster, cluster.namespace)
     except ImportError:
         raise ValueError(
-            f"{cluster.url} cannot be asked{proxy}: that needs socksio, `pip install 'httpx[socks]'`, or a proxy-url that "
-            "begins with http://"
+            f"{cluster.url} cannot be reached{through}: that needs socksio, `pip install 'httpx[socks]'`, or a proxy-url "
+            "that begins with http://"
         ) from None
     except (httpx.InvalidURL, ValueError) as exc:
-        raise ValueError(f"{cluster.url} cannot be asked{proxy}: {exc}") from None
+        raise ValueError(f"{cluster.url} cannot be reached{through}: {exc}") from None
 
 
-def selector(labels: Mapping[str, str]) -> str:
-    """Labels as a query asks for them."""
+def _selector(labels: Mapping[str, str]) -> str:
     return ",".join(f"{name}={value}" for name, value in labels.items())
 
 
-async def _or_none(answer: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
+async def _none_if_missing(answer: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the answer; None where it is that there is no such object."""
     try:
         return await answer
-    except Rejected as exc:
+    except RequestRejected as exc:
         if exc.status != 404:
             raise
         return None
 
 
-def _read(data: bytes) -> dict[str, Any]:
+def _decode(data: bytes) -> dict[str, Any]:
     try:
         found: Any = json.loads(data)
     except (ValueError, RecursionError) as exc:
-        raise Away(f"expected JSON of the API server, got something else: {exc}") from None
+        raise ApiUnavailable(f"expected JSON of the API server, got something else: {exc}") from None
     return part(found)
 
 
-def _when(event: Mapping[str, Any]) -> str:
+def _event_time(event: Mapping[str, Any]) -> str:
     return str(event.get("lastTimestamp") or event.get("eventTime") or "")

@@ -1,7 +1,8 @@
-"""`python -m dreamlake.lakeshore.runners.kube.guard ORDERS`: deletes the Jobs of a worker that is gone.
+"""`python -m dreamlake.lakeshore.runners.kube.guard SETTINGS`: delete the Jobs of a worker that is gone.
 
-It is what a worker's guard becomes when its worker has died, on the same machine. What that machine itself takes along
-is deleted by the next worker of the same name and claim (`sweep`), and in any case by the next attempt of an invocation.
+A worker's guard becomes this program when its worker has died, on the same machine. When that machine itself is gone, the
+next worker on a machine of the same name, with the same claim, deletes the Jobs (`delete_orphans`), and in any case the
+next attempt of an invocation.
 """
 
 from __future__ import annotations
@@ -10,95 +11,121 @@ import fcntl
 import json
 import os
 import sys
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 
 from ...daemon.workdir import LOCK
 from ...errors import LakeshoreError
-from .api import Api, insist
+from .api import KubeApi, keep_trying
 from .config import find_cluster
-from .job import FOLDER, JOB, WORKER
 from .json_fields import meta, part
+from .manifest import FOLDER, JOB, WORKER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MODULE", "Orders", "end_all", "sweep"]
+__all__ = ["GuardSettings", "delete_orphans", "end_all"]
 
-MODULE = "dreamlake.lakeshore.runners.kube.guard"
-PATIENCE = 3600.0
-"""Seconds that the API server may be away."""
-SETTLE = 2.0
-"""Seconds without a Job after which there will be none: what the worker had sent last has arrived."""
-FORCE = 10.0
-LOOK = 0.25
-REFUSED, AGAIN = 60.0, 1.0
-"""Seconds for which it may be refused, and between two attempts."""
+_MODULE = "dreamlake.lakeshore.runners.kube.guard"
+API_TIMEOUT = 3600.0
+"""Seconds that the API server may be unavailable."""
+QUIET_TIME = 2.0
+"""Seconds without a Job after which there will be none: the last request of the worker has arrived."""
+FORCE_AFTER = 10.0
+"""Seconds past its grace after which a pod is removed, even if its node does not report its end."""
+POLL_INTERVAL = 0.25
+CREDENTIALS_TIMEOUT = 60.0
+"""Seconds for which credentials may be missing or rejected, as they may while something renews them."""
+CREDENTIALS_INTERVAL = 1.0
+"""Seconds between two attempts meanwhile."""
 
 
-class Orders(NamedTuple):
-    """Where to delete, and what: Jobs with the label `worker`, whose pods have `grace` seconds."""
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    """Which Jobs to delete. No secret is among the settings: credentials are looked for again."""
 
     kubeconfig: str | None
     context: str | None
     namespace: str
     worker: str
+    """The label of the Jobs."""
     grace: int
+    """Seconds that their pods have from SIGTERM to SIGKILL."""
 
-    def argv(self) -> list[str]:
-        """The command that does it. No secret is in it: credentials are looked for again."""
-        return [sys.executable, "-P", "-m", MODULE, json.dumps(self._asdict())]
+    def command(self) -> list[str]:
+        """Return the command that deletes them."""
+        return [sys.executable, "-P", "-m", _MODULE, json.dumps(asdict(self))]
 
 
-async def end_all(api: Api, worker: str, grace: int) -> None:
-    """Delete the Jobs of a worker, and wait until there are none."""
-    mine, began, quiet = {WORKER: worker}, anyio.current_time(), anyio.current_time()
+async def end_all(api: KubeApi, worker: str, grace: int) -> None:
+    """Delete the Jobs of a worker and their pods, and wait until there are none."""
+    own = {WORKER: worker}
+    began = anyio.current_time()
+    last_seen = began
     while True:
-        found = await insist(partial(api.jobs, mine), PATIENCE)
+        jobs = await keep_trying(partial(api.jobs, own), API_TIMEOUT)
         now = anyio.current_time()
-        if found:
-            quiet = now
-        for pod in [] if found else (await insist(partial(api.pods, mine), PATIENCE))[0]:  # whose Job is gone
-            quiet, late = now, now - began > grace + FORCE
-            if late or not meta(pod, "deletionTimestamp"):
-                await insist(partial(api.delete_pod, meta(pod, "name"), 0 if late else grace), PATIENCE)
-        for job in found:
-            name = meta(job, "name")
-            if not meta(job, "deletionTimestamp"):
-                await insist(partial(api.delete_job, name), PATIENCE)
-            elif now - began > grace + FORCE:
-                for pod in (await insist(partial(api.pods, {JOB: name}), PATIENCE))[0]:
-                    await insist(partial(api.delete_pod, meta(pod, "name"), 0), PATIENCE)
-        if now - quiet >= SETTLE:
+        late = now - began > grace + FORCE_AFTER
+        if jobs:
+            last_seen = now
+            for job in jobs:
+                await _end_job(api, job, late)
+        else:
+            pods, _ = await keep_trying(partial(api.pods, own), API_TIMEOUT)  # their Jobs are gone
+            for pod in pods:
+                last_seen = now
+                if late or not meta(pod, "deletionTimestamp"):
+                    await keep_trying(partial(api.delete_pod, meta(pod, "name"), 0 if late else grace), API_TIMEOUT)
+        if now - last_seen >= QUIET_TIME:
             return
-        await anyio.sleep(LOOK)
+        await anyio.sleep(POLL_INTERVAL)
 
 
-async def sweep(api: Api, place: Mapping[str, str], worker: str) -> list[str]:
-    """Delete the Jobs of other workers in this `place` that are gone: a living one holds the folder of each of its Jobs.
+async def _end_job(api: KubeApi, job: Mapping[str, object], late: bool) -> None:
+    """Delete a Job; where that takes too long, remove its pods."""
+    name = meta(job, "name")
+    if not meta(job, "deletionTimestamp"):
+        await keep_trying(partial(api.delete_job, name), API_TIMEOUT)
+    elif late:
+        pods, _ = await keep_trying(partial(api.pods, {JOB: name}), API_TIMEOUT)
+        for pod in pods:
+            await keep_trying(partial(api.delete_pod, meta(pod, "name"), 0), API_TIMEOUT)
 
-    The names of those Jobs.
+
+async def delete_orphans(api: KubeApi, place: Mapping[str, str], worker: str) -> list[str]:
+    """Delete the Jobs of workers on this machine that are gone. A living worker holds the folder of each of its Jobs.
+
+    Args:
+        api: The API server.
+        place: The labels of Jobs of workers on this machine that share the claim.
+        worker: The label of the Jobs that stay.
+
+    Returns:
+        The names of the Jobs.
     """
     found = list[str]()
-    for job in await insist(partial(api.jobs, place)):
-        theirs = part(job, "metadata", "labels").get(WORKER) != worker
+    for job in await keep_trying(partial(api.jobs, place)):
         folder = part(job, "metadata", "annotations").get(FOLDER)
-        if theirs and isinstance(folder, str) and not await anyio.to_thread.run_sync(_held, Path(folder)):
-            found.append(meta(job, "name"))
-            await insist(partial(api.delete_job, found[-1]))
+        if part(job, "metadata", "labels").get(WORKER) == worker or not isinstance(folder, str):
+            continue
+        if not await anyio.to_thread.run_sync(_is_held, Path(folder)):
+            name = meta(job, "name")
+            found.append(name)
+            await keep_trying(partial(api.delete_job, name))
     return found
 
 
-def _held(folder: Path) -> bool:
-    """Whether somebody lives who holds that folder; so it is taken to be where that cannot be known."""
+def _is_held(folder: Path) -> bool:
+    """Return whether a living process holds the folder; True where that cannot be known."""
     try:
         lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return not folder.parent.is_dir()  # where its workdir is not seen from here, nothing is known
+        return not folder.parent.is_dir()  # without the workdir, nothing is known
     except OSError:
         return True
     try:
@@ -110,24 +137,25 @@ def _held(folder: Path) -> bool:
     return False
 
 
-async def main(orders: Orders) -> None:
-    """Do what is ordered. Who is refused, or finds no credentials, may be between two of them: that is tried for a while."""
-    until = anyio.current_time() + REFUSED
+async def main(settings: GuardSettings) -> None:
+    """Delete the Jobs. Raises LakeshoreError or ValueError when credentials stay missing or rejected."""
+    deadline = anyio.current_time() + CREDENTIALS_TIMEOUT
     while True:
         try:
-            api = Api(find_cluster(orders.kubeconfig, orders.context, os.environ), orders.namespace)
+            cluster = find_cluster(settings.kubeconfig, settings.context, os.environ)
+            api = KubeApi(cluster, settings.namespace)
             try:
-                return await end_all(api, orders.worker, orders.grace)
+                return await end_all(api, settings.worker, settings.grace)
             finally:
                 await api.aclose()
         except (LakeshoreError, ValueError):
-            if anyio.current_time() > until:
+            if anyio.current_time() > deadline:
                 raise
-        await anyio.sleep(AGAIN)
+        await anyio.sleep(CREDENTIALS_INTERVAL)
 
 
 if __name__ == "__main__":
     try:
-        anyio.run(main, Orders(**json.loads(sys.argv[1])))
+        anyio.run(main, GuardSettings(**json.loads(sys.argv[1])))
     except (LakeshoreError, ValueError) as exc:
         sys.exit(str(exc))

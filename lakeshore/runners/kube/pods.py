@@ -1,51 +1,81 @@
-"""A Job and its pod, and what that says of the child in it: that it waits, runs, cannot run, or how it has ended."""
+"""A Job and its pod, and what the pod's status means for the child in it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from signal import Signals
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
 from ...planes.contract.records import Failure
 from ...worker.runner import Exit
-from .job import CHILD, MARK
+from ..failure import child_failed, child_lost
 from .json_fields import entries, meta, part
+from .manifest import CONTAINER, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .job import Shape
+    from .options import KubeOptions
 
-__all__ = ["Job", "Look", "deadline_passed", "disrupted", "look"]
+__all__ = ["ChildState", "TrackedJob", "child_state", "exit_at_deadline"]
 
-_PULL = frozenset(
+_IMAGE_REASONS = frozenset(
     "ErrImagePull ImagePullBackOff InvalidImageName ErrImageNeverPull ImageInspectError RegistryUnavailable "
     "SignatureValidationFailed".split()
 )
-_CREATE = frozenset(
+"""Why a container waits whose image cannot be pulled."""
+_START_REASONS = frozenset(
     "CreateContainerConfigError CreateContainerError RunContainerError ContainerCannotRun StartError "
     "PreCreateHookError PreStartHookError".split()
 )
-_TAKEN = frozenset("Evicted NodeLost NodeShutdown Shutdown Terminated Preempting Preempted NodeAffinity".split())
-"""Reasons of a pod that was ended through no fault of its own; those that begin with `OutOf` or `Unexpected` are others."""
+"""Why a container waits, or has ended, that cannot be created or started."""
+_DISRUPTIONS = frozenset("Evicted NodeLost NodeShutdown Shutdown Terminated Preempting Preempted NodeAffinity".split())
+_DISRUPTION_PREFIXES = ("OutOf", "Unexpected")
+"""Reasons of a pod that was ended through no fault of its own."""
+_UNKNOWN = "no more is known"
 
 
-class Job:
-    """One Job, and what is known of its pod. `mark`: the label by which it is told from others that had its name."""
+@dataclass(frozen=True, slots=True)
+class ChildState:
+    """What is known about a child."""
 
-    def __init__(self, name: str, id: str, mark: str, shape: Shape) -> None:
-        self.name, self.id, self.mark = name, id, mark
-        self.made = self.asked = False
-        """It may be there; it is to end."""
+    state: Literal["waits", "fails", "runs", "ended", "gone"]
+    """`gone`: its end was not reported, and something of it may still run."""
+    text: str = ""
+    """Why it waits, or what keeps it from running."""
+    exit: Exit | None = None
+    """How it has ended, as far as is known."""
+
+
+class TrackedJob:
+    """One Job, and what is known about its pod."""
+
+    def __init__(self, name: str, id: str, token: str, options: KubeOptions) -> None:
+        """
+        Args:
+            name: The name of the Job.
+            id: The id of its invocation.
+            token: Tells the Job from others that had its name before.
+            options: The runner's options.
+        """
+        self.name = name
+        self.id = id
+        self.token = token
+        self.may_exist = False
+        """Whether its creation has been requested."""
+        self.ending = False
+        """Whether this worker ends it, so that its end is no accident."""
         self.pod: dict[str, Any] = {}
-        """What was last told of its pod, which may be gone."""
+        """The last version of its pod that was seen. The pod may be gone."""
         self.changed = anyio.Event()
-        self.told = False
+        self.warned = False
+        """Whether a warning that it waits was logged."""
         self.since = anyio.current_time()
-        """When it began, or when others began to delete its pod."""
-        self._there = set[str]()
-        self._shape = shape
+        """When it was added, or when something else began to delete its pod."""
+        self._existing_pods = set[str]()
+        self._options = options
 
     @property
     def pod_name(self) -> str:
@@ -53,144 +83,147 @@ class Job:
 
     @property
     def gone(self) -> bool:
-        """It had a pod, and has none."""
-        return bool(self.pod) and not self._there
+        """Whether it had a pod and has none any more."""
+        return bool(self.pod) and not self._existing_pods
 
-    def look(self) -> Look:
-        return look(self.pod, self._shape, asked=self.asked, gone=self.gone)
+    def child(self) -> ChildState:
+        return child_state(self.pod, self._options, ending=self.ending, gone=self.gone)
 
-    def see(self, pod: Mapping[str, Any], *, gone: bool = False) -> None:
-        """Take what is told of a pod of this Job: the first one is the child's, and should be the only one."""
-        if part(pod, "metadata", "labels").get(MARK) != self.mark:
+    def update(self, pod: Mapping[str, Any], *, gone: bool = False) -> None:
+        """Take a version of a pod of this Job. The first pod is the child's, and should be the only one."""
+        if part(pod, "metadata", "labels").get(TOKEN) != self.token:
             return
         name = meta(pod, "name")
         if gone:
-            self._there.discard(name)
+            self._existing_pods.discard(name)
         else:
-            self._there.add(name)
-        if not self.pod or meta(self.pod, "name") == name:
+            self._existing_pods.add(name)
+        if not self.pod or self.pod_name == name:
             if meta(pod, "deletionTimestamp") and not meta(self.pod, "deletionTimestamp"):
                 self.since = anyio.current_time()
             self.pod = dict(pod)
         self.wake()
 
-    def missed(self, names: set[str]) -> None:
-        """A list has these pods and no others."""
-        if not self._there <= names:
-            self._there &= names
+    def keep_listed(self, names: set[str]) -> None:
+        """Take the names of all pods that exist: others of this Job are gone."""
+        if not self._existing_pods <= names:
+            self._existing_pods &= names
             self.wake()
 
     def wake(self) -> None:
+        """Wake the tasks in `wait_for_change`."""
         self.changed.set()
         self.changed = anyio.Event()
 
-    async def change(self, seconds: float) -> None:
-        """Wait until there is news, for so long at most."""
+    async def wait_for_change(self, timeout: float) -> None:
+        """Wait for the next change, for `timeout` seconds at most."""
         changed = self.changed
-        with anyio.move_on_after(seconds):
+        with anyio.move_on_after(timeout):
             await changed.wait()
 
 
-class Look(NamedTuple):
-    """What is known of a child. text: why it waits, or what keeps it from running. exit: how it has ended, as far as is
-    known: of one that is `gone` nobody has said, and something of it may run still."""
+def child_state(pod: Mapping[str, Any], options: KubeOptions, *, ending: bool, gone: bool) -> ChildState:
+    """Return what a pod's status means for its child.
 
-    state: Literal["waits", "fails", "runs", "ended", "gone"]
-    text: str = ""
-    exit: Exit | None = None
-
-
-def look(pod: Mapping[str, Any], shape: Shape, *, asked: bool, gone: bool) -> Look:
-    """What a pod says. asked: this worker has had it deleted, so that its end is no accident. gone: it is no more there,
-    and this is what it said last."""
+    Args:
+        pod: The last version of the pod.
+        options: The runner's options.
+        ending: Whether this worker has had it deleted, so that its end is no accident.
+        gone: Whether the pod does not exist any more.
+    """
     status = part(pod, "status")
-    told = [*entries(status.get("initContainerStatuses")), *entries(status.get("containerStatuses"))]
-    child = [one for one in entries(status.get("containerStatuses")) if one.get("name") == CHILD]
-    for one in told:
-        waiting = part(one, "state", "waiting")
-        text = f"{waiting.get('reason')}: {waiting.get('message') or 'no more is known'}"
-        if waiting.get("reason") in _PULL:
-            return Look("fails", f"the image {one.get('image') or shape.image} cannot be had: {text}")
-        if waiting.get("reason") in _CREATE:
-            return Look("fails", f"the container cannot be made: {text}")
-    ended = part(child[0], "state", "terminated") if child else {}
-    if ended.get("reason") in _CREATE:
-        return Look("fails", f"the container cannot be started: {ended.get('reason')}: {ended.get('message') or ''}")
-    if ended or status.get("phase") in (
-        "Succeeded",
-        "Failed",
-    ):  # a pod may have failed before its containers have ended
-        return Look("ended" if ended else "gone", exit=_ended(pod, status, ended, shape, asked))
+    statuses = entries(status.get("containerStatuses"))
+    child = next((entry for entry in statuses if entry.get("name") == CONTAINER), {})
+    for container in (*entries(status.get("initContainerStatuses")), *statuses):
+        waiting = part(container, "state", "waiting")
+        reason = waiting.get("reason")
+        text = f"{reason}: {waiting.get('message') or _UNKNOWN}"
+        if reason in _IMAGE_REASONS:
+            return ChildState("fails", f"the image {container.get('image') or options.image} cannot be pulled: {text}")
+        if reason in _START_REASONS:
+            return ChildState("fails", f"the container cannot be created: {text}")
+    terminated = part(child, "state", "terminated")
+    if terminated.get("reason") in _START_REASONS:
+        text = f"{terminated.get('reason')}: {terminated.get('message') or ''}"
+        return ChildState("fails", f"the container cannot be started: {text}")
+    if terminated:
+        return ChildState("ended", exit=_exit_of_pod(pod, terminated, options, ending))
+    if status.get("phase") in ("Succeeded", "Failed"):  # a pod may have failed before its containers have ended
+        return ChildState("gone", exit=_exit_of_pod(pod, terminated, options, ending))
     if gone:
-        taken = _taken(pod, status) or "its pod was deleted, and not by this worker"
-        return Look("gone", exit=Exit(-Signals.SIGKILL) if asked else disrupted(taken))
-    if child and part(child[0], "state", "running"):
-        return Look("runs")
-    return _waits(status, child)
+        if ending:
+            return ChildState("gone", exit=Exit(-Signals.SIGKILL))
+        return ChildState("gone", exit=_lost(_disruption(pod) or "its pod was deleted, and not by this worker"))
+    if part(child, "state", "running"):
+        return ChildState("runs")
+    return _waiting_state(status, child)
 
 
-def _waits(status: Mapping[str, Any], child: list[dict[str, Any]]) -> Look:
+def _waiting_state(status: Mapping[str, Any], child: Mapping[str, Any]) -> ChildState:
     for condition in entries(status.get("conditions")):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             text = str(condition.get("message") or condition.get("reason") or "no node takes it")
             if "persistentvolumeclaim" in text and "not found" in text:
-                return Look("fails", f"there is no place for its pod: {text}")
-            return Look("waits", text)
-    waiting = part(child[0], "state", "waiting") if child else {}
-    return Look("waits", str(waiting.get("message") or ""))
+                return ChildState("fails", f"its pod cannot be scheduled: {text}")
+            return ChildState("waits", text)
+    return ChildState("waits", str(part(child, "state", "waiting").get("message") or ""))
 
 
-def _ended(
-    pod: Mapping[str, Any], status: Mapping[str, Any], ended: Mapping[str, Any], shape: Shape, asked: bool
-) -> Exit:
-    code = _code(ended)
+def _exit_of_pod(pod: Mapping[str, Any], terminated: Mapping[str, Any], options: KubeOptions, ending: bool) -> Exit:
+    status = part(pod, "status")
+    code = _exit_code(terminated)
     if status.get("reason") == "DeadlineExceeded":
-        return deadline_passed(shape, code)
+        return exit_at_deadline(options, code)
     if code == 0:
         return Exit(0)
-    taken = _taken(pod, status)
-    if taken and not asked:
-        return disrupted(taken, code)
-    if ended.get("reason") == "OOMKilled":
-        most = shape.resources.get("memory")
-        limit = "its node had no more" if most is None else f"it may use {most} bytes, the runner option memory"
-        return Exit(code, error=Failure("DaemonError", f"the child was killed for want of memory (OOMKilled): {limit}"))
-    if not ended and not asked:
-        said = f"{status.get('reason') or 'Failed'}: {status.get('message') or 'no more is known'}"
-        return disrupted(f"its pod failed ({said})", code)
+    disruption = _disruption(pod)
+    if disruption and not ending:
+        return _lost(disruption, code)
+    if terminated.get("reason") == "OOMKilled":
+        limit = "its node had no more"
+        if options.memory is not None:
+            limit = f"it may use {options.memory} bytes, the runner option memory"
+        return Exit(code, error=child_failed(f"the child was killed for lack of memory (OOMKilled): {limit}"))
+    if not terminated and not ending:
+        text = f"{status.get('reason') or 'Failed'}: {status.get('message') or _UNKNOWN}"
+        return _lost(f"its pod failed ({text})", code)
     return Exit(code)
 
 
-def _code(ended: Mapping[str, Any]) -> int:
-    """The exit code; that of a process which a signal killed is told as 128 and its number."""
-    code = ended.get("exitCode")
+def _exit_code(terminated: Mapping[str, Any]) -> int:
+    """Return the exit code of a container, negative for a signal, which is reported as 128 and its number."""
+    code = terminated.get("exitCode")
     if not isinstance(code, int):
         return -Signals.SIGKILL
-    if isinstance(number := ended.get("signal"), int) and number > 0:
+    number = terminated.get("signal")
+    if isinstance(number, int) and number > 0:
         return -number
-    return 128 - code if code > 128 and code - 128 in {*Signals} else code
+    if code > 128 and code - 128 in {*Signals}:
+        return 128 - code
+    return code
 
 
-def _taken(pod: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    """Why the pod was ended, where that was done to it; "" where it was not."""
+def _disruption(pod: Mapping[str, Any]) -> str:
+    """Return why the cluster has ended the pod; "" where it has not."""
+    status = part(pod, "status")
     reason = str(status.get("reason") or "")
-    if reason in _TAKEN or reason.startswith(("OutOf", "Unexpected")):
-        return f"its pod was taken from its node ({reason}: {status.get('message') or 'no more is known'})"
+    if reason in _DISRUPTIONS or reason.startswith(_DISRUPTION_PREFIXES):
+        return f"its pod was taken from its node ({reason}: {status.get('message') or _UNKNOWN})"
     for condition in entries(status.get("conditions")):
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
-            text = condition.get("message") or "no more is known"
+            text = condition.get("message") or _UNKNOWN
             return f"its pod was taken from its node ({condition.get('reason')}: {text})"
     if part(pod, "metadata").get("deletionTimestamp"):
         return "its pod was deleted, and not by this worker"
     return ""
 
 
-def disrupted(what: str, code: int = -Signals.SIGKILL) -> Exit:
-    """The cluster has ended the child, which is no failure of the body: another attempt may go well."""
-    return Exit(code, error=Failure("WorkerLost", f"{what}; the body had not finished"))
+def _lost(what: str, code: int = -Signals.SIGKILL) -> Exit:
+    """Return the end of a child that the cluster has ended, which is no failure of the body."""
+    return Exit(code, error=child_lost(f"{what}; the body had not finished"))
 
 
-def deadline_passed(shape: Shape, code: int = -Signals.SIGKILL) -> Exit:
-    """The child has used up its time."""
-    how_long = "its deadline" if shape.deadline is None else f"{shape.deadline} s, the runner option deadline"
-    return Exit(code, "timeout", Failure("TimeoutError", f"the body ran longer than {how_long}"))
+def exit_at_deadline(options: KubeOptions, code: int = -Signals.SIGKILL) -> Exit:
+    """Return the end of a child that has used up its time."""
+    limit = f"{options.deadline} s, the runner option deadline" if options.deadline else "its deadline"
+    return Exit(code, "timeout", Failure("TimeoutError", f"the body ran longer than {limit}"))

@@ -1,12 +1,12 @@
-"""Children as Jobs of a Kubernetes cluster: one for each invocation, made, watched and deleted through its API server.
+"""Run children as Jobs of a Kubernetes cluster: one for each invocation, made, watched and deleted through its API server.
 
-Envelope and result pass through the workdir, which has to lie on a persistent volume claim that pods can mount
-(ReadWriteMany, unless all run on one node); each pod sees the folder of its own invocation, under the path that it has
-here, and the root of keys where a claim holds it. What a child is told, tokens given with --env among it, stands in its
-Job, for everybody to see who may read Jobs in the namespace.
+Envelope and result pass through the workdir, which has to be on a persistent volume claim that pods can mount
+(ReadWriteMany, unless all run on one node). Each pod sees the folder of its own invocation, under the path that it has
+here, and the root of keys where a claim holds it. The variables of a child, tokens given with --env among them, are in its
+Job, where everybody who may read Jobs in the namespace can see them.
 
 The account of the worker needs, in that namespace: create, get, list and delete of jobs (batch); list, watch and delete
-of pods; get of pods/log; list of events, which say why a pod cannot be made.
+of pods; get of pods/log; list of events, which show why a pod cannot be made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 from dataclasses import replace
 from functools import partial
 from signal import Signals
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -25,161 +25,154 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from ...concurrency.loops import loop_token
 from ...concurrency.tasks import run_to_end
-from ...daemon.workdir import ARGS, ERROR, FRAMES, RESULT, remove_leftovers
+from ...daemon.workdir import ERROR, OUTPUT_TAIL_BYTES, RESULT
 from ...errors import DispatchError
-from ...limits import OUTPUT_TAIL_BYTES
-from ...planes.contract.records import Failure
 from ...worker.runner import Exit
+from ..account import give_folder, numeric_ids
 from ..commands import Guard
-from ..options import amount, check_known
-from .api import Away, Rejected, check_client, insist
+from ..failure import child_failed
+from ..leftovers import remove_earlier_files
+from ..options import read_options
+from .api import ApiUnavailable, RequestRejected, check_client, keep_trying
 from .config import find_cluster
-from .guard import Orders, sweep
-from .job import CHILD, INVOCATION, MARK, OPTIONS, Shape, User, job_name, label, manifest
+from .guard import GuardSettings, delete_orphans
 from .json_fields import part
-from .watch import PATIENCE, Session
+from .manifest import CONTAINER, INVOCATION, TOKEN, JobPlan, job_name, label, manifest, place_labels
+from .options import KubeOptions
+from .tracker import API_TIMEOUT, JobTracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Any
 
     from ...worker.runner import Launch
     from .config import Cluster
-    from .pods import Job, Look
+    from .pods import ChildState, TrackedJob
 
 __all__ = ["KubeJob", "KubeRunner"]
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
-POLL = 30.0
-"""Seconds after which all pods are listed anew, beside the watch."""
-LAG = 2.0
+FILE_TIMEOUT = 2.0
 """Seconds that a shared file system may take to show what another machine wrote."""
-LOG_PATIENCE = 5.0
-
+FILE_INTERVAL = 0.1
+"""Seconds between two checks of a folder for a file."""
+LOG_TIMEOUT = 5.0
+"""Seconds that the API server may be unavailable before a child's output is given up."""
 
 _unfinished: list[Guard] = []
-"""Those that have something left to delete when this process ends."""
+"""Guards that still have Jobs to delete when this process ends."""
 
 
 class KubeRunner:
-    """Starts children as Jobs in `cluster`, each made after `shape`, with `environ` besides their image's environment.
-
-    poll: seconds after which pods are listed anew, in case the watch has missed something. kubeconfig, context: where
-    `cluster` was found, for the guard that deletes Jobs when this process is killed.
-    """
+    """Starts children as Jobs in `cluster`, with `environ` besides their image's environment."""
 
     name = "kube"
     elsewhere = True
     """Children have a file system of their own."""
+    options_class = KubeOptions
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        shape: Shape,
-        *,
-        environ: Mapping[str, str] | None = None,
-        poll: float = POLL,
-        kubeconfig: str | None = None,
-        context: str | None = None,
-    ) -> None:
-        self.cluster, self.shape, self.environ, self.poll = cluster, shape, dict(environ or {}), poll
+    def __init__(self, cluster: Cluster, options: KubeOptions, *, environ: Mapping[str, str] | None = None) -> None:
+        self.cluster = cluster
+        self.options = options
+        self.environ = dict(environ or {})
+        self.namespace = options.namespace or cluster.namespace
         self.worker = secrets.token_hex(8)
-        self._orders = Orders(kubeconfig, context, shape.namespace, self.worker, shape.grace)
-        self._session: Session | None = None
+        self._tracker: JobTracker | None = None
         self._guard: Guard | None = None
 
     @classmethod
     def from_options(cls, options: Mapping[str, str], environ: Mapping[str, str]) -> KubeRunner:
-        """The runner that `--runner-option` asks for. Raises ValueError for anything else, and when no cluster is
-        known."""
-        check_known("kube", options, [*OPTIONS, "context", "kubeconfig", "poll"])
-        kubeconfig, context = options.get("kubeconfig"), options.get("context")
-        poll = amount("poll", options.get("poll", str(POLL)))
-        if poll < 1:
-            raise ValueError(f"expected a number from 1 for the runner option poll, got {options['poll']!r}")
-        cluster = find_cluster(kubeconfig, context, os.environ)
+        """Make the runner for `--runner-option`. Raises ValueError, also where no cluster is known."""
+        found = read_options(KubeOptions, cls.name, options)
+        cluster = find_cluster(found.kubeconfig, found.context, os.environ)
         check_client(cluster)
-        shape = Shape.read(options, cluster.namespace)
-        found = None if kubeconfig is None else os.path.abspath(os.path.expanduser(kubeconfig))
-        return cls(cluster, shape, environ=environ, poll=poll, kubeconfig=found, context=context)
+        return cls(cluster, found, environ=environ)
 
     async def start(self, launch: Launch) -> KubeJob:
-        """Have a Job made, and wait until its container runs: for as long as the cluster has no place for it.
+        """Create a Job, and wait until its container runs: for as long as the cluster has no place for it.
 
-        Raises DispatchError with what the cluster says when it never will. Cancelled, or failing, it deletes the Job and
-        waits until it is gone.
+        Cancelled, or failing, it deletes the Job and waits until it is gone.
+
+        Raises:
+            DispatchError: The child will never run, with what the cluster reports.
         """
-        user = User.read(launch.as_user)
-        mark = secrets.token_hex(8)
-        job = manifest(self.shape, launch, self.worker, mark, {**self.environ, **launch.environ}, user)
-        await anyio.to_thread.run_sync(user.give, launch.folder.path, ARGS)
+        uid, gid = numeric_ids(launch.as_user)
+        token = secrets.token_hex(8)
+        environ = {**self.environ, **launch.environ}
+        job = manifest(self.options, JobPlan(launch, self.namespace, self.worker, token, environ, uid, gid))
+        await anyio.to_thread.run_sync(give_folder, launch.folder.path, launch.as_user or "", uid, gid)
         await checkpoint_if_cancelled()
-        session = self._open()
-        known = session.add(job_name(launch.id, launch.attempt), launch.id, mark)
+        tracker = self._open_tracker()
+        tracked = tracker.add(job_name(launch.id, launch.attempt), launch.id, token)
         try:
-            if launch.attempt > 1 and await session.clear(launch.id):
-                await _remove_leftovers(launch)
-            await self._create(session, known, launch, job)
+            if launch.attempt > 1 and await tracker.end_earlier(launch.id):
+                await anyio.to_thread.run_sync(remove_earlier_files, launch.folder.path)
+            await self._create(tracker, tracked, launch, job)
             await checkpoint_if_cancelled()
-            await session.started(known)
+            await tracker.wait_started(tracked)
         except BaseException:
-            await run_to_end(partial(session.end, known))
+            await run_to_end(partial(tracker.end, tracked))
             raise
-        return KubeJob(session, known, launch)
+        return KubeJob(tracker, tracked, launch)
 
     async def aclose(self) -> None:
         """Delete what is left of this runner's Jobs, and end the watch."""
         await run_to_end(self._close)
 
     async def _close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None and session.loop is not loop_token().native_token:
-            session = Session(self.cluster, self.shape, self.worker, self.poll)  # that of a loop that has ended
-        nothing_left = session is None or await session.aclose()
-        guard, self._guard = self._guard, None
+        tracker = self._tracker
+        self._tracker = None
+        if tracker is not None and tracker.loop is not loop_token().native_token:
+            tracker = self._new_tracker()  # the other one belongs to a loop that has ended
+        nothing_left = tracker is None or await tracker.aclose()
+        guard = self._guard
+        self._guard = None
         if guard is not None and nothing_left:
             await anyio.to_thread.run_sync(guard.dismiss)
         elif guard is not None:
             _unfinished.append(guard)
 
-    def _open(self) -> Session:
-        """What belongs to this event loop; the guard, which has to be there before there is a Job, to this process."""
+    def _open_tracker(self) -> JobTracker:
+        """Return the tracker of this event loop. The guard, one for the process, is started before there is a Job."""
         if self._guard is None:
-            self._guard = Guard(self._orders.argv())
-        if self._session is None or self._session.loop is not loop_token().native_token:
-            self._session = Session(self.cluster, self.shape, self.worker, self.poll)
-            self._session.beside(partial(self._sweep, self._session))
-        return self._session
+            options = self.options
+            settings = GuardSettings(options.kubeconfig, options.context, self.namespace, self.worker, options.grace)
+            self._guard = Guard(settings.command())
+        if self._tracker is None or self._tracker.loop is not loop_token().native_token:
+            self._tracker = self._new_tracker()
+            self._tracker.run_beside(partial(self._delete_orphans, self._tracker))
+        return self._tracker
 
-    async def _sweep(self, session: Session) -> None:
+    def _new_tracker(self) -> JobTracker:
+        return JobTracker(self.cluster, self.options, self.namespace, self.worker)
+
+    async def _delete_orphans(self, tracker: JobTracker) -> None:
         try:
-            for name in await sweep(session.api, self.shape.place(), self.worker):
+            for name in await delete_orphans(tracker.api, place_labels(self.options), self.worker):
                 logger.warning("the Job %s was left by a worker that is gone, and is deleted", name)
         except DispatchError as exc:
-            logger.warning("whether workers that are gone have left Jobs is not known: %s", exc)
+            logger.warning("Jobs of workers that are gone may be left in the cluster: %s", exc)
 
-    async def _create(self, session: Session, known: Job, launch: Launch, job: Mapping[str, Any]) -> None:
-        """Have the Job made, once, however often it has to be asked for."""
+    async def _create(self, tracker: JobTracker, tracked: TrackedJob, launch: Launch, job: Mapping[str, Any]) -> None:
+        """Create the Job once, however often that has to be requested."""
         while True:
             try:
-                await insist(partial(session.create, known, job), PATIENCE)
-            except Rejected as exc:
+                await keep_trying(partial(tracker.create, tracked, job), API_TIMEOUT)
+            except RequestRejected as exc:
                 if exc.reason != "AlreadyExists":
                     raise
-                found = await insist(partial(session.api.job, known.name), PATIENCE)
-                if part(found, "metadata", "labels").get(MARK) == known.mark:
-                    return  # it was made, and the answer that said so was lost
-                cleared = await session.clear(launch.id)
-                if (
-                    found is not None
-                    and not cleared
-                    and part(found, "metadata", "labels").get(INVOCATION) != label(launch.id)
-                ):
+                existing = await keep_trying(partial(tracker.api.job, tracked.name), API_TIMEOUT)
+                labels = part(existing, "metadata", "labels")
+                if labels.get(TOKEN) == tracked.token:
+                    return  # it was created, and the answer was lost
+                ended = await tracker.end_earlier(launch.id)
+                if existing is not None and not ended and labels.get(INVOCATION) != label(launch.id):
                     raise DispatchError(
-                        f"the cluster has a Job {known.name} already, which is not one of this invocation: "
-                        f"`kubectl delete job {known.name} -n {self.shape.namespace}` makes room, if nobody needs it"
+                        f"the cluster has a Job {tracked.name} already, which is not one of this invocation: "
+                        f"`kubectl delete job {tracked.name} -n {self.namespace}` makes room, if nobody needs it"
                     ) from exc
-                await _remove_leftovers(launch)
+                await anyio.to_thread.run_sync(remove_earlier_files, launch.folder.path)
             else:
                 return
 
@@ -187,54 +180,65 @@ class KubeRunner:
 class KubeJob:
     """One child."""
 
-    def __init__(self, session: Session, job: Job, launch: Launch) -> None:
-        self._session, self._job, self._launch = session, job, launch
+    def __init__(self, tracker: JobTracker, tracked: TrackedJob, launch: Launch) -> None:
+        self._tracker = tracker
+        self._job = tracked
+        self._launch = launch
         self._exit: Exit | None = None
 
     async def wait(self) -> Exit:
         if self._exit is None:
-            seen = await self._session.ended(self._job)
-            await run_to_end(partial(self._conclude, seen))
+            child = await self._tracker.wait_ended(self._job)
+            await run_to_end(partial(self._conclude, child))
         assert self._exit is not None
         return self._exit
 
     async def kill(self) -> Exit:
         if self._exit is None:
-            await self._session.end(self._job)
-            self._exit = await self._judged(self._job.look())
+            await self._tracker.end(self._job)
+            self._exit = await self._exit_of(self._job.child())
         return self._exit
 
-    async def _conclude(self, seen: Look) -> None:
-        """Look at what the child left, and delete its Job."""
-        if self._exit is None:
-            if seen.state == "gone":
-                await self._session.end(self._job)
-            ended = await self._judged(seen)
-            silent = ended.error is None and (ERROR if ended.code else RESULT) not in await self._names()
-            if silent and (ended.code or self._launch.script is None):
-                ended = replace(ended, output=await self._output())
-            if seen.state != "gone":
-                await self._session.forget(self._job)
-            self._exit = ended
+    async def _conclude(self, child: ChildState) -> None:
+        """Read what the child left, and delete its Job."""
+        if self._exit is not None:
+            return
+        if child.state == "gone":
+            await self._tracker.end(self._job)
+        ended = await self._exit_of(child)
+        if await self._needs_output(ended):
+            ended = replace(ended, output=await self._output())
+        if child.state != "gone":
+            await self._tracker.delete_ended(self._job)
+        self._exit = ended
 
-    async def _judged(self, seen: Look) -> Exit:
-        """How the child has ended: by what is told of it, or else by what lies in its folder."""
-        ended = seen.exit or Exit(-Signals.SIGKILL, error=Failure("DaemonError", seen.text) if seen.text else None)
-        if seen.state != "ended" and RESULT in await self._names():
+    async def _needs_output(self, ended: Exit) -> bool:
+        """Return whether only the child's output can show why it left neither a result nor an error."""
+        if ended.error is not None or (ended.code == 0 and self._launch.script is not None):
+            return False
+        expected = ERROR if ended.code else RESULT
+        return expected not in await self._names()
+
+    async def _exit_of(self, child: ChildState) -> Exit:
+        """Return how the child has ended, by the state of its pod and by what is in its folder."""
+        ended = child.exit
+        if ended is None:
+            ended = Exit(-Signals.SIGKILL, error=child_failed(child.text) if child.text else None)
+        if child.state != "ended" and RESULT in await self._names():
             return Exit(0)
         if ended.code == 0 and self._launch.script is None:
-            with anyio.move_on_after(LAG):
-                while RESULT not in await self._names():  # noqa: ASYNC110 - another machine writes it
-                    await anyio.sleep(0.1)
+            with anyio.move_on_after(FILE_TIMEOUT):
+                while RESULT not in await self._names():  # noqa: ASYNC110 -- another machine writes it
+                    await anyio.sleep(FILE_INTERVAL)
         return ended
 
     async def _output(self) -> str:
+        """Return the end of what the child wrote; "" where it cannot be read."""
+        log = partial(self._tracker.api.log, self._job.pod_name, CONTAINER, OUTPUT_TAIL_BYTES)
         try:
-            return await insist(
-                partial(self._session.api.log, self._job.pod_name, CHILD, OUTPUT_TAIL_BYTES), LOG_PATIENCE
-            )
-        except Away as exc:
-            logger.warning("the output of %s cannot be had: %s", self._launch.id, exc)
+            return await keep_trying(log, LOG_TIMEOUT)
+        except ApiUnavailable as exc:
+            logger.warning("the output of %s cannot be read: %s", self._launch.id, exc)
             return ""
 
     async def _names(self) -> list[str]:
@@ -242,7 +246,3 @@ class KubeJob:
             return await anyio.to_thread.run_sync(os.listdir, self._launch.folder.path)
         except OSError:
             return []
-
-
-async def _remove_leftovers(launch: Launch) -> None:
-    await anyio.to_thread.run_sync(partial(remove_leftovers, launch.folder.path, RESULT, ERROR, FRAMES))

@@ -1,168 +1,159 @@
-"""Children as plain processes of this machine, started or forked: their environment, user, limits and output."""
+"""Run children as processes of this machine, spawned or forked: their user, limits and output."""
 
 from __future__ import annotations
 
-import io
 import os
-import pwd
 import resource
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import anyio
 import anyio.to_thread
 
 from ...concurrency.tasks import run_to_end
-from ...daemon.workdir import ARGS, GATE, MODULES, STDERR, STDOUT
+from ...daemon.workdir import GATE, STDERR, STDOUT
 from ...errors import DispatchError
 from ...worker.runner import start_or_undo
-from ..options import amount, check_known, flag
-from ..process_groups import Group, Spawned, WarmInterpreter, end_with_us
+from ..account import Account, find_account, give_folder
+from ..commands import child_command
+from ..environment import child_environ
+from ..options import Option, amount, flag, read_options, whole_amount
+from ..output import create_output
+from ..process_groups import ProcessGroup, SpawnedGroup, WarmInterpreter, kill_with_this_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
     from ...worker.runner import Launch, Process
 
-__all__ = ["Account", "ProcessRunner", "child_environ", "new_output"]
+__all__ = ["ProcessOptions", "ProcessRunner"]
 
-ENTRY = ("-P", "-m", "dreamlake.lakeshore.daemon.entry")
-"""-P: the folder of the invocation is no place to import from."""
 GRACE = 5.0
-
-KEPT = (
-    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TEMP TMP "
-    "PYTHONPATH PYTHONUTF8 PYTHONHASHSEED PYTHONWARNINGS PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE "
-    "VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH DYLD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE "
-    "OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS CUDA_HOME CUDA_PATH CUDA_VISIBLE_DEVICES "
-    "CUDA_DEVICE_ORDER LAKESHORE_HOME LAKESHORE_URL LAKESHORE_NAMESPACE LAKESHORE_QUEUE"
-).split()
-"""What a child has of this process's environment; tokens are not in it."""
-KEPT_BEGINS = ("LC_", "XDG_", "NVIDIA_", "NCCL_")
-KEPT_ELSEWHERE = ("LANG", "LANGUAGE", "TZ", *(name for name in KEPT if name.startswith("LAKESHORE_")))
-"""The same of a child that has another file system."""
-
-LIMITS = {
-    name: getattr(resource, f"RLIMIT_{name[7:].upper()}")
-    for name in ("rlimit_as", "rlimit_core", "rlimit_cpu", "rlimit_fsize", "rlimit_nofile", "rlimit_nproc")
-    if hasattr(resource, f"RLIMIT_{name[7:].upper()}")
-}
+LIMITS = ("rlimit_as", "rlimit_core", "rlimit_cpu", "rlimit_fsize", "rlimit_nofile", "rlimit_nproc")
+"""The options that are limits of a process, as setrlimit(2) describes them."""
 
 
-def child_environ(
-    more: Iterable[str] = (), environ: Mapping[str, str] | None = None, *, elsewhere: bool = False
-) -> dict[str, str]:
-    """What children have of `environ` (this process's), and `more`: NAME to take another one along, NAME=VALUE to set it.
-
-    Modules are found where this process finds them: in its current folder first. Children `elsewhere`, in a file system
-    of their own, keep the paths and programs that they have there, and look into that folder if it is mounted. Raises
-    ValueError.
-    """
-    env = dict(os.environ) if environ is None else environ
-    kept, begins = (KEPT_ELSEWHERE, ("LC_",)) if elsewhere else (KEPT, KEPT_BEGINS)
-    found = {name: value for name, value in env.items() if name in kept or name.startswith(begins)}
-    for one in more:
-        name, given, value = one.partition("=")
-        if not name or "\0" in one:
-            raise ValueError(f"expected NAME or NAME=VALUE for the environment of children, got {one!r}")
-        if given:
-            found[name] = value
-        elif name in env:
-            found[name] = env[name]
-    if elsewhere:
-        found[MODULES] = os.getcwd()
-    else:
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), found.get("PYTHONPATH")]))
-    return found
+def _limit(name: str, value: str, what: str) -> Option:
+    return Option(value, f"Limit of {what}.", whole_amount, name=f"rlimit_{name}")
 
 
-class _Files(NamedTuple):
-    """Descriptors of a start: the child's output, the lock of its folder, both ends of its line to this process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOptions:
+    """The options of the process runner."""
 
-    out: int
-    err: int
+    notes: ClassVar[str] = ""
+
+    python: Annotated[str, Option("PATH", "The Python that runs children.")] = sys.executable
+    grace: Annotated[float, Option("SECONDS", "From SIGTERM to SIGKILL.", amount)] = GRACE
+    warm: Annotated[bool, Option("1", "Fork children from an interpreter that has loaded what they need.", flag)] = (
+        False
+    )
+    rlimit_as: Annotated[int | None, _limit("as", "BYTES", "the address space, such as 8g")] = None
+    rlimit_core: Annotated[int | None, _limit("core", "BYTES", "a core dump")] = None
+    rlimit_cpu: Annotated[int | None, _limit("cpu", "SECONDS", "the CPU time")] = None
+    rlimit_fsize: Annotated[int | None, _limit("fsize", "BYTES", "the size of a file")] = None
+    rlimit_nofile: Annotated[int | None, _limit("nofile", "NUMBER", "open files")] = None
+    rlimit_nproc: Annotated[int | None, _limit("nproc", "NUMBER", "processes of the user")] = None
+
+    def __post_init__(self) -> None:
+        limits = self.limits()
+        if limits and not hasattr(resource, "prlimit"):
+            raise ValueError(f"limits of a process ({', '.join(limits)}) can be set on Linux only")
+        if self.warm and not hasattr(os, "waitid"):
+            raise ValueError("the runner option warm needs Linux, or Python 3.13 on macOS")
+
+    def limits(self) -> dict[str, int]:
+        """Return the limits that are set, by the names of their options."""
+        found: dict[str, int | None] = {name: getattr(self, name) for name in LIMITS}
+        return {name: limit for name, limit in found.items() if limit is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Descriptors:
+    """The open files of a start: the child's output, the lock of its folder, both ends of its lifeline."""
+
+    stdout: int
+    stderr: int
     lock: int
-    reading: int
-    writing: int
+    lifeline: int
+    lifeline_here: int
 
 
 class ProcessRunner:
-    """Starts children with `python` (this one) in the environment `environ`.
-
-    grace: seconds between SIGTERM and SIGKILL. limits: names of LIMITS with what each may be, Linux only. warm: fork
-    children from an interpreter that has loaded what they need, in place of starting one each.
-    """
+    """Starts children as processes in the environment `environ`, by default `child_environ()`."""
 
     name = "process"
+    options_class = ProcessOptions
 
-    def __init__(
-        self,
-        *,
-        environ: Mapping[str, str] | None = None,
-        python: str = sys.executable,
-        grace: float = GRACE,
-        limits: Mapping[str, int] | None = None,
-        warm: bool = False,
-    ) -> None:
+    def __init__(self, options: ProcessOptions | None = None, *, environ: Mapping[str, str] | None = None) -> None:
+        self.options = ProcessOptions() if options is None else options
         self.environ = child_environ() if environ is None else dict(environ)
-        self.python, self.grace, self.limits = python, grace, dict(limits or {})
-        if self.limits and not hasattr(resource, "prlimit"):
-            raise ValueError(f"limits of a process ({', '.join(self.limits)}) can be set on Linux only")
-        if warm and not hasattr(os, "waitid"):
-            raise ValueError("the runner option warm needs Linux, or Python 3.13 on macOS")
-        self._warm = WarmInterpreter(python, self.environ) if warm else None
+        self._warm = WarmInterpreter(self.options.python, self.environ) if self.options.warm else None
 
     @classmethod
     def from_options(cls, options: Mapping[str, str], environ: Mapping[str, str]) -> ProcessRunner:
-        """The runner that `--runner-option` asks for: python, grace, warm (1 or 0), and the LIMITS, in bytes (1k, 2m,
-        3g), seconds or a number. Raises ValueError for anything else."""
-        check_known("process", options, ["python", "grace", "warm", *LIMITS])
-        grace = amount("grace", options.get("grace", str(GRACE)))
-        limits = {name: int(amount(name, value)) for name, value in options.items() if name in LIMITS}
-        python = options.get("python") or sys.executable
-        return cls(
-            environ=environ, python=python, grace=grace, limits=limits, warm=flag("warm", options.get("warm", "0"))
-        )
+        """Make the runner for `--runner-option`. Raises ValueError."""
+        return cls(read_options(ProcessOptions, cls.name, options), environ=environ)
 
     async def start(self, launch: Launch) -> Process:
-        """Start a child. Raises OSError, or DispatchError with what is wrong with its user or its limits."""
-        return await start_or_undo(lambda: anyio.to_thread.run_sync(self._start, launch))
+        """Start a child.
+
+        Raises:
+            OSError: The program cannot be run.
+            DispatchError: There is no such user, or a limit cannot be set.
+        """
+        return await start_or_undo(partial(anyio.to_thread.run_sync, self._start, launch))
 
     async def aclose(self) -> None:
         """End the warm interpreter."""
         if self._warm is not None:
             await run_to_end(partial(anyio.to_thread.run_sync, self._warm.close))
 
-    def _start(self, launch: Launch) -> Group:
-        user = None if launch.as_user is None else Account(launch.as_user)
-        environ = {**self.environ, **({} if user is None else user.environ), **launch.environ}
-        folder, started = launch.folder.path, list[Group]()
-        reading, writing = os.pipe()
+    def _start(self, launch: Launch) -> ProcessGroup:
+        folder = launch.folder.path
+        account = None if launch.as_user is None else find_account(launch.as_user)
+        environ = {**self.environ, **launch.environ}
+        if account is not None:
+            environ = {**self.environ, **account.environ, **launch.environ}
+        started = list[ProcessGroup]()
+        lifeline, lifeline_here = os.pipe()
         try:
-            with new_output(folder / STDOUT) as out, new_output(folder / STDERR) as err:
-                files = _Files(out.fileno(), err.fileno(), launch.folder.lock, reading, writing)
-                if user is not None:
-                    user.give(launch)
+            with create_output(folder / STDOUT) as stdout, create_output(folder / STDERR) as stderr:
+                fds = _Descriptors(stdout.fileno(), stderr.fileno(), launch.folder.lock, lifeline, lifeline_here)
+                if account is not None and launch.as_user is not None:
+                    give_folder(folder, launch.as_user, account.uid, account.gid)
                 elif self._warm is not None and launch.script is None:
-                    self._through_gate(launch, files, partial(self._fork, launch, environ, files), started)
+                    self._through_gate(launch, fds, partial(self._fork, launch, environ, fds), started)
                 if not started:
-                    self._through_gate(launch, files, partial(self._spawn, launch, environ, user, files), started)
+                    self._through_gate(launch, fds, partial(self._spawn, launch, environ, account, fds), started)
             return started[0]
         finally:
-            os.close(reading)
-            if not started:
-                os.close(writing)
+            os.close(lifeline)
+            if not started:  # otherwise the group closes it when it has ended
+                os.close(lifeline_here)
 
     def _through_gate(
-        self, launch: Launch, files: _Files, begin: Callable[[int], Group | None], started: list[Group]
+        self,
+        launch: Launch,
+        fds: _Descriptors,
+        begin: Callable[[int], ProcessGroup | None],
+        started: list[ProcessGroup],
     ) -> None:
-        """Have `begin` start a child, which does nothing before it has read a byte from the gate that it is given. Nobody
-        else has that gate: a child that was given up, and comes too late, finds it closed."""
-        gate, opening = os.pipe()
+        """Start a child that does nothing before it has read a byte from its gate, and prepare it meanwhile.
+
+        Nobody else has the gate: a child that was given up and comes too late finds it closed.
+
+        Args:
+            launch: What to start.
+            fds: Its descriptors.
+            begin: Starts the child that waits at the gate it is given; returns None where it cannot.
+            started: The child is added to it.
+        """
+        gate, gate_here = os.pipe()
         try:
             try:
                 begun = begin(gate)
@@ -170,81 +161,51 @@ class ProcessRunner:
                 os.close(gate)
             if begun is not None:
                 started.append(begun)
-                self._tie(launch, begun, files.reading)
+                self._prepare(launch, begun, fds.lifeline)
                 with suppress(BrokenPipeError):  # it has ended without having begun
-                    os.write(opening, b"\n")
+                    os.write(gate_here, b"\n")
         finally:
-            os.close(opening)
+            os.close(gate_here)
 
-    def _tie(self, launch: Launch, started: Group, reading: int) -> None:
-        """Do what the child waits for at its gate: then it runs nothing that could outlive this process, or its limits."""
+    def _prepare(self, launch: Launch, begun: ProcessGroup, lifeline: int) -> None:
+        """Bind the child's life to that of this process, and set its limits, before it runs anything."""
         try:
-            end_with_us(reading, started.pid)
-            launch.folder.name_group(started.pid)
-            for name, most in self.limits.items():
-                resource.prlimit(started.pid, LIMITS[name], (most, most))
+            kill_with_this_process(lifeline, begun.pid)
+            launch.folder.name_group(begun.pid)
+            for name, limit in self.options.limits().items():
+                resource.prlimit(begun.pid, getattr(resource, name.upper()), (limit, limit))
         except ProcessLookupError:
-            pass  # a forked child that has ended already: nothing of it is left to be bound
+            pass  # a forked child that has ended already
         except BaseException as exc:
-            started.end_at_once()
+            begun.kill_now()
             if isinstance(exc, (ValueError, PermissionError)):
-                raise DispatchError(f"the limits {self.limits} cannot be set: {exc}") from exc
+                raise DispatchError(f"the limits {self.options.limits()} cannot be set: {exc}") from exc
             raise
 
-    def _fork(self, launch: Launch, environ: Mapping[str, str], files: _Files, gate: int) -> Group | None:
+    def _fork(self, launch: Launch, environ: Mapping[str, str], fds: _Descriptors, gate: int) -> ProcessGroup | None:
         assert self._warm is not None
-        fds = (files.out, files.err, files.lock, files.reading, gate)
-        return self._warm.fork(launch.folder.path, environ, fds, self.grace, files.writing)
+        inherited = (fds.stdout, fds.stderr, fds.lock, fds.lifeline, gate)
+        return self._warm.fork(launch.folder.path, environ, inherited, self.options.grace, fds.lifeline_here)
 
     def _spawn(
-        self, launch: Launch, environ: Mapping[str, str], user: Account | None, files: _Files, gate: int
-    ) -> Group:
+        self, launch: Launch, environ: Mapping[str, str], account: Account | None, fds: _Descriptors, gate: int
+    ) -> ProcessGroup:
+        command = child_command(launch, self.options.python)
+        if launch.script is None:
+            environ = {**environ, GATE: str(gate)}
+        else:
+            command = ["bash", "-c", f'read -r _ <&{gate} && exec bash -c "$0" {gate}<&-', launch.script]
         process = subprocess.Popen(
-            [self.python, *ENTRY] if launch.script is None else ["bash", "-c", _at_gate(gate), launch.script],
+            command,
             cwd=launch.folder.path,
-            env=environ if launch.script is not None else {**environ, GATE: str(gate)},
+            env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=files.out,
-            stderr=files.err,
-            pass_fds=(files.lock, files.reading, gate),
+            stdout=fds.stdout,
+            stderr=fds.stderr,
+            pass_fds=(fds.lock, fds.lifeline, gate),
             process_group=0,
-            user=None if user is None else user.uid,
-            group=None if user is None else user.gid,
-            extra_groups=None if user is None else user.groups,
+            user=None if account is None else account.uid,
+            group=None if account is None else account.gid,
+            extra_groups=None if account is None else account.groups,
         )
-        return Spawned(process, self.grace, files.writing)
-
-
-def _at_gate(gate: int) -> str:
-    """What has bash wait there and then go on with its first argument, in the same process."""
-    return f'read -r _ <&{gate} && exec bash -c "$0" {gate}<&-'
-
-
-def new_output(path: Path) -> io.FileIO:
-    """A new file: what lay under the name could lead elsewhere."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-    return io.FileIO(os.open(path, flags, 0o600), "a")
-
-
-class Account:
-    """Another account to run as, which only root can."""
-
-    def __init__(self, name: str) -> None:
-        try:
-            found = pwd.getpwnam(name)
-        except KeyError:
-            raise DispatchError(f"`as_user` names {name!r}, and there is no such user here") from None
-        if os.geteuid() != 0:
-            raise DispatchError(
-                f"`as_user` names {name!r}, and only a worker that runs as root can run as another user"
-            )
-        self.uid, self.gid = found.pw_uid, found.pw_gid
-        self.groups = os.getgrouplist(name, found.pw_gid)
-        self.environ = {"HOME": found.pw_dir, "USER": name, "LOGNAME": name, "SHELL": found.pw_shell}
-
-    def give(self, launch: Launch) -> None:
-        """Let the user into the folder: what is below the root of all folders stays closed to everybody else."""
-        folder = launch.folder.path
-        os.chmod(folder.parent, 0o711)
-        os.chown(folder / ARGS, self.uid, self.gid)
-        os.chown(folder, self.uid, self.gid)
+        return SpawnedGroup(process, self.options.grace, fds.lifeline_here)

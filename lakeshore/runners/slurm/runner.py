@@ -1,7 +1,7 @@
-"""Children as jobs of a Slurm cluster: one for each invocation, in a folder on a file system that its nodes share.
+"""Run children as jobs of a Slurm cluster: one for each invocation, in a folder on a file system that its nodes share.
 
-A job is named `lakeshore-ID-ATTEMPT`. By that name a guard ends it when this process is gone, and a later attempt those of
-earlier ones. How it ended, Slurm says; what it left lies in its folder.
+A job is named `lakeshore-ID-ATTEMPT`. By that name a guard ends it when this process is gone, and a later attempt ends the
+jobs of earlier ones. How a job has ended is known from Slurm, and what it left is in its folder.
 """
 
 from __future__ import annotations
@@ -12,50 +12,57 @@ import re
 import shlex
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from signal import SIGKILL
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from ...concurrency.tasks import run_to_end
-from ...daemon.workdir import ARGS, ERROR, LOCK, RESULT, last_output, read_error, remove_leftovers
+from ...daemon.workdir import ERROR, RESULT, last_output, read_error
 from ...errors import DispatchError
 from ...planes.contract.records import Failure
 from ...worker.runner import Exit
-from ..commands import Guard, run_command
-from ..options import amount, check_known, words
-from ..process.runner import ENTRY, Account
-from .control import ENDED, FORGOTTEN, PENDING, Control, Record, Watch, Watcher
+from ..account import find_account, give_folder
+from ..commands import Guard, child_command, run_command
+from ..failure import child_failed, child_lost
+from ..leftovers import remove_earlier_files
+from ..options import Option, amount, read_options, words
+from .control import FINAL_STATES, NOT_FOUND, PENDING_STATES, JobRecord, QueuePoller, SlurmPrograms, WatchedJob
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
     from ...worker.runner import Launch, Process
 
-__all__ = ["SlurmRunner"]
+__all__ = ["SlurmOptions", "SlurmRunner"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
-GRACE, POLL, ANSWER = 5.0, 2.0, 30.0
-AGAIN = 10.0
-"""Seconds after which a job that is to end, and has not, is told so again."""
-PATIENCE = 120.0
-"""Seconds that Slurm has to end a job that nobody waits for any more; after that a warning says that it may run on."""
-LATE = 3.0
-"""Seconds within which the file that a job has written last is seen here, through a file system that is far away."""
-PAUSE, HURRY = 0.5, 0.1
-"""Seconds between two questions to Slurm where something is to end, and to a folder where something is to appear."""
-STOPPED = "stopped by SIGTERM"
-"""What the entry writes when Slurm ends it, whatever for."""
-NOT_LAUNCHED = -53
+GRACE = 5.0
+POLL_INTERVAL = 2.0
+PROGRAM_TIMEOUT = 30.0
+CANCEL_INTERVAL = 10.0
+"""Seconds after which a job that was cancelled and has not ended is cancelled again."""
+CANCEL_TIMEOUT = 120.0
+"""Seconds that Slurm has to end a job that nobody waits for any more; after that a warning reports that it may run on."""
+FILE_TIMEOUT = 3.0
+"""Seconds within which the file that a job has written last is seen here, through a slow file system."""
+RETRY_INTERVAL = 0.5
+"""Seconds between two calls of Slurm's programs while something is to end."""
+FILE_INTERVAL = 0.1
+"""Seconds between two checks of a folder for a file."""
+_STOPPED = "stopped by SIGTERM"
+"""The message of the error that the entry writes when Slurm ends it, whatever for."""
+_OUTPUT_NOT_OPENED = -53
 """Slurm's code for a job whose output files could not be opened on its node."""
 
-FLAGS = {
+SBATCH_FLAGS = {
     "partition": "partition",
     "account": "account",
     "qos": "qos",
@@ -67,77 +74,101 @@ FLAGS = {
     "constraint": "constraint",
     "nodelist": "nodelist",
 }
-"""Options that are handed to `sbatch`, and its words for them."""
-OPTIONS = (*FLAGS, "sbatch", "python", "conf", "poll", "grace", "start-timeout")
+"""Options that are passed on to `sbatch`, and its names for them."""
 _ARRAY = re.compile(r"-a|--ar")
 
 _GUARD = 'for i in 0 1 2 10 30 60; do sleep "$i"; scancel --quiet "$@" && test "$i" -gt 1 && exit; done'
-"""More than once, since the job may still be on its way to Slurm; and again when Slurm does not answer."""
-_NOT_SENT = ("Unable to contact slurm controller", "cannot be run")
-_LAST = {0: RESULT, 1: ERROR}
-"""What the entry has written when it ends with such a code."""
+"""Cancels more than once, since the job may still be on its way to Slurm; and again when Slurm does not answer."""
+_NOT_SUBMITTED = ("Unable to contact slurm controller", "cannot be run")
+"""In an error of `sbatch`: there is no job."""
+_LAST_FILE = {0: RESULT, 1: ERROR}
+"""What the entry has written last when it ends with such a code."""
 _LOST = {
     "NODE_FAIL": "its node failed",
     "BOOT_FAIL": "its node did not boot",
     "PREEMPTED": "it had to make room for another",
     "REVOKED": "another cluster has taken it",
-    FORGOTTEN: "Slurm knows it no longer, and it left neither a result nor an error",
+    NOT_FOUND: "Slurm knows it no longer, and it left neither a result nor an error",
 }
 
 
-class SlurmRunner:
-    """Starts children as jobs, with `python` on the nodes and exactly the environment `environ`.
+def _sbatch_option(name: str, value: str) -> Option:
+    return Option(value, f"--{SBATCH_FLAGS[name]} of sbatch.")
 
-    sbatch: further arguments for it. conf: the slurm.conf to use. poll: seconds between two looks at the queue, which
-    serve all jobs. grace: seconds between SIGTERM and `scancel`, after which Slurm waits for its KillWait. answer: seconds
-    that one call of Slurm's programs may take.
-    """
 
-    name = "slurm"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmOptions:
+    """The options of the slurm runner."""
 
-    def __init__(
-        self,
-        *,
-        environ: Mapping[str, str],
-        sbatch: Sequence[str] = (),
-        python: str = sys.executable,
-        conf: str | None = None,
-        poll: float = POLL,
-        grace: float = GRACE,
-        answer: float = ANSWER,
-    ) -> None:
-        self.environ, self.sbatch, self.python, self.grace = dict(environ), tuple(sbatch), python, grace
-        if not 0 < poll or not 0 < answer:
-            raise ValueError(f"the slurm runner needs poll and start-timeout above 0 s, got {poll:g} and {answer:g}")
-        if wrong := [one for one in self.sbatch if not one.startswith("-") or _ARRAY.match(one)]:
+    notes: ClassVar[str] = (
+        "The workdir has to be on a file system that the nodes share. A job may wait in Slurm's queue for as long as it "
+        "takes."
+    )
+
+    partition: Annotated[str | None, _sbatch_option("partition", "NAME")] = None
+    account: Annotated[str | None, _sbatch_option("account", "NAME")] = None
+    qos: Annotated[str | None, _sbatch_option("qos", "NAME")] = None
+    time: Annotated[str | None, _sbatch_option("time", "LIMIT")] = None
+    cpus: Annotated[str | None, _sbatch_option("cpus", "NUMBER")] = None
+    memory: Annotated[str | None, _sbatch_option("memory", "SIZE")] = None
+    gres: Annotated[str | None, _sbatch_option("gres", "LIST")] = None
+    gpus: Annotated[str | None, _sbatch_option("gpus", "NUMBER")] = None
+    constraint: Annotated[str | None, _sbatch_option("constraint", "LIST")] = None
+    nodelist: Annotated[str | None, _sbatch_option("nodelist", "LIST")] = None
+    sbatch: Annotated[tuple[str, ...], Option("--FLAG,...", "Further arguments of sbatch.", words)] = ()
+    python: Annotated[str, Option("PATH", "The Python on the nodes that runs children.")] = sys.executable
+    conf: Annotated[str | None, Option("PATH", "The slurm.conf to use.")] = None
+    poll: Annotated[float, Option("SECONDS", "Between two polls of the queue, which serve all jobs.", amount)] = (
+        POLL_INTERVAL
+    )
+    grace: Annotated[
+        float, Option("SECONDS", "From SIGTERM to scancel, after which Slurm waits for its KillWait.", amount)
+    ] = GRACE
+    start_timeout: Annotated[float, Option("SECONDS", "That one call of Slurm's programs may take.", amount)] = (
+        PROGRAM_TIMEOUT
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.poll or not 0 < self.start_timeout:
+            raise ValueError(
+                f"the slurm runner needs poll and start-timeout above 0 s, got {self.poll:g} and {self.start_timeout:g}"
+            )
+        wrong = [flag for flag in self.sbatch if not flag.startswith("-") or _ARRAY.match(flag)]
+        if wrong:
             raise ValueError(
                 f"expected the runner option sbatch to be flags such as --exclusive,--nice=100, without an array, since "
                 f"each invocation is one job; got {wrong[0]!r}"
             )
-        self.control = Control(conf, answer)
-        self.watcher = Watcher(self.control, poll)
+
+    def sbatch_arguments(self) -> list[str]:
+        """Return the arguments of `sbatch` that are the same for all jobs."""
+        values: dict[str, str | None] = {flag: getattr(self, name) for name, flag in SBATCH_FLAGS.items()}
+        return [*(f"--{flag}={value}" for flag, value in values.items() if value is not None), *self.sbatch]
+
+
+class SlurmRunner:
+    """Starts children as jobs, in exactly the environment `environ`."""
+
+    name = "slurm"
+    options_class = SlurmOptions
+
+    def __init__(self, options: SlurmOptions | None = None, *, environ: Mapping[str, str]) -> None:
+        self.options = SlurmOptions() if options is None else options
+        self.environ = dict(environ)
+        self.programs = SlurmPrograms(self.options.conf, self.options.start_timeout)
+        self.poller = QueuePoller(self.programs, self.options.poll)
 
     @classmethod
     def from_options(cls, options: Mapping[str, str], environ: Mapping[str, str]) -> SlurmRunner:
-        """The runner that `--runner-option` asks for: OPTIONS. Raises ValueError for anything else."""
-        check_known("slurm", options, OPTIONS)
-        flags = [f"--{flag}={options[name]}" for name, flag in FLAGS.items() if name in options]
-        poll, grace, answer = (
-            amount(name, options.get(name, str(default)))
-            for name, default in (("poll", POLL), ("grace", GRACE), ("start-timeout", ANSWER))
-        )
-        return cls(
-            environ=environ,
-            sbatch=[*flags, *words(options.get("sbatch"))],
-            python=options.get("python") or sys.executable,
-            conf=options.get("conf"),
-            poll=poll,
-            grace=grace,
-            answer=answer,
-        )
+        """Make the runner for `--runner-option`. Raises ValueError."""
+        return cls(read_options(SlurmOptions, cls.name, options), environ=environ)
 
     async def start(self, launch: Launch) -> Process:
-        """Submit a job, and wait until it runs. Raises DispatchError with what Slurm says."""
+        """Submit a job, and wait until it runs. Cancelled, or failing, it ends the job.
+
+        Raises:
+            DispatchError: Slurm does not take the job, with what it reports.
+        """
         job = _Job(self, launch)
         try:
             await job.begin()
@@ -147,20 +178,21 @@ class SlurmRunner:
         return job
 
     async def aclose(self) -> None:
-        """There is nothing to give up: the watcher ends with the last job."""
+        """Do nothing: the poller ends with the last job."""
 
 
 class _Job:
     """One job, from its submission to its end."""
 
     def __init__(self, runner: SlurmRunner, launch: Launch) -> None:
-        self._runner, self._launch = runner, launch
-        self._control = runner.control
-        self._account = None if launch.as_user is None else Account(launch.as_user)
+        self._runner = runner
+        self._launch = launch
+        self._programs = runner.programs
+        self._account = None if launch.as_user is None else find_account(launch.as_user)
         self._name = f"lakeshore-{launch.id}-{launch.attempt}"
         self._guard: Guard | None = None
-        self._watch: Watch | None = None
-        self._sent = False
+        self._job: WatchedJob | None = None
+        self._may_be_submitted = False
         self._exit: Exit | None = None
 
     @property
@@ -173,180 +205,179 @@ class _Job:
         if self._launch.attempt > 1:
             await self._end_earlier()
         await run_to_end(self._submit)
-        assert self._watch is not None
-        seen = await self._watch.until(lambda seen: seen.state not in PENDING)
-        logger.debug("Slurm job %s is %s on %s", self._watch.id, seen.state, seen.nodes)
+        assert self._job is not None
+        seen = await self._job.wait_for(lambda seen: seen.state not in PENDING_STATES)
+        logger.debug("Slurm job %s is %s on %s", self._job.id, seen.state, seen.nodes)
 
     async def _submit(self) -> None:
-        """Submit it, and know it by its number; or see to it that it is not there."""
-        if self._account is not None:
-            self._account.give(self._launch)
-        self._guard = await anyio.to_thread.run_sync(Guard, self._ending(_GUARD), self._control.environ)
-        account = {} if self._account is None else self._account.environ
-        environ = {**self._runner.environ, **account, **self._launch.environ}
-        self._sent = True
+        """Submit the job and watch it by its id, after the guard that ends it by its name has begun."""
+        if self._account is not None and self._launch.as_user is not None:
+            give_folder(self._folder, self._launch.as_user, self._account.uid, self._account.gid)
+        self._guard = await anyio.to_thread.run_sync(Guard, self._guard_command(_GUARD), self._programs.environ)
+        login = {} if self._account is None else self._account.environ
+        environ = {**self._runner.environ, **login, **self._launch.environ}
+        self._may_be_submitted = True
         try:
-            id = await self._control.submit(self._argv(), environ)
+            id = await self._programs.submit(self._sbatch_arguments(), environ)
         except DispatchError as exc:
-            self._sent = not any(words in str(exc) for words in _NOT_SENT)
+            self._may_be_submitted = not any(words in str(exc) for words in _NOT_SUBMITTED)
             raise
-        self._watch = Watch(id, self._folder, mine=self._account is None)
-        self._runner.watcher.add(self._watch)
+        self._job = self._runner.poller.watch(id, self._folder, own=self._account is None)
 
-    def _ending(self, script: str) -> list[str]:
+    def _guard_command(self, script: str) -> list[str]:
         user = os.geteuid() if self._account is None else self._account.uid
         return ["/bin/sh", "-c", script, "sh", f"--user={user}", f"--name={self._name}"]
 
-    def _argv(self) -> list[str]:
-        script, folder = self._launch.script, str(self._folder)
-        command = ["bash", "-c", script] if script is not None else [self._runner.python, *ENTRY]
-        plain = "\\" in folder  # then % means nothing to Slurm
-        logs = folder.replace("\\", "\\\\") if plain else folder.replace("%", "%%")
+    def _sbatch_arguments(self) -> list[str]:
+        folder = str(self._folder)
+        if "\\" in folder:  # then sbatch replaces no % in the names of files
+            logs = folder.replace("\\", "\\\\")
+        else:
+            logs = folder.replace("%", "%%")
         user = () if self._account is None else (f"--uid={self._account.uid}", f"--gid={self._account.gid}")
         return [
             "--nodes=1",
             "--ntasks=1",
-            *self._runner.sbatch,
+            *self._runner.options.sbatch_arguments(),
             *user,
             f"--job-name={self._name}",
-            "--no-requeue",  # a job that begins again would write again what was forwarded already
+            "--no-requeue",  # a job that begins again would yield again what was forwarded already
             f"--chdir={folder}",
             f"--output={logs}/stdout.log",
             f"--error={logs}/stderr.log",
             "--open-mode=truncate",
-            f"--wrap=exec {shlex.join(command)}",
+            f"--wrap=exec {shlex.join(child_command(self._launch, self._runner.options.python))}",
         ]
 
     async def _end_earlier(self) -> None:
-        """End what earlier attempts have left running, and only then begin: they write into the same folder."""
-        named = re.compile(rf"lakeshore-{re.escape(self._launch.id)}-(\d+)")
+        """End the jobs of earlier attempts before this one begins, since they write into the same folder."""
+        pattern = re.compile(rf"lakeshore-{re.escape(self._launch.id)}-(\d+)")
 
-        def earlier(name: str) -> bool:
-            found = named.fullmatch(name)
+        def is_earlier(name: str) -> bool:
+            found = pattern.fullmatch(name)
             return found is not None and int(found[1]) < self._launch.attempt
 
         running = list[str]()
-        with anyio.move_on_after(PATIENCE):
-            while running := await self._queued(earlier):
-                await self._control.cancel(*running)
-                await anyio.sleep(PAUSE)
+        with anyio.move_on_after(CANCEL_TIMEOUT):
+            while running := await self._unfinished(is_earlier):
+                await self._programs.cancel(*running)
+                await anyio.sleep(RETRY_INTERVAL)
         if running:
             raise DispatchError(
-                f"the jobs {', '.join(running)} of earlier attempts have not ended in {PATIENCE:g} s: end them with scancel"
+                f"the jobs {', '.join(running)} of earlier attempts have not ended in {CANCEL_TIMEOUT:g} s: end them with "
+                "scancel"
             )
-        await anyio.to_thread.run_sync(self._clear_folder)
+        await anyio.to_thread.run_sync(remove_earlier_files, self._folder)
 
-    def _clear_folder(self) -> None:
-        if left := set(os.listdir(self._folder)) - {ARGS, LOCK}:
-            remove_leftovers(self._folder, *left)
-
-    async def _queued(self, wanted: Callable[[str], bool]) -> list[str]:
-        """The jobs in the queue by the names that are wanted."""
-        found = await self._control.look(mine=self._account is None, ended=False)
-        return [id for id, record in found.items() if wanted(record.name) and record.state not in ENDED]
+    async def _unfinished(self, wanted: Callable[[str], bool]) -> list[str]:
+        """Return the ids of the jobs that have not ended and whose names are wanted."""
+        found = await self._programs.list_jobs(own=self._account is None, ended=False)
+        return [id for id, record in found.items() if wanted(record.name) and record.state not in FINAL_STATES]
 
     async def undo(self) -> None:
         """Leave nothing of a start that failed or was cancelled. Not to be cancelled."""
-        if self._watch is not None:
+        if self._job is not None:
             await self.kill()
             return
-        with anyio.move_on_after(AGAIN) as scope:
-            if self._sent:
-                await self._end_unknown()
+        with anyio.move_on_after(CANCEL_INTERVAL) as scope:
+            if self._may_be_submitted:
+                await self._cancel_by_name()
         if scope.cancelled_caught:
-            await self._give_up("Slurm does not say whether it has taken")
-        await self._leave()
+            await self._give_up("Slurm does not report whether it has taken the job")
+        await self._release()
 
-    async def _end_unknown(self) -> None:
-        """`sbatch` has failed, or its answer did not come: there may be a job of this name all the same."""
+    async def _cancel_by_name(self) -> None:
+        """End a job of this name, which there may be although `sbatch` has failed or its answer did not come."""
         while True:
             try:
-                running = await self._queued(self._name.__eq__)
+                running = await self._unfinished(self._name.__eq__)
                 if not running:
                     return
-                await self._control.cancel(*running)
+                await self._programs.cancel(*running)
             except DispatchError as exc:
                 logger.debug("%s", exc)
-            await anyio.sleep(PAUSE)
+            await anyio.sleep(RETRY_INTERVAL)
 
     # The end
 
     async def wait(self) -> Exit:
         if self._exit is None:
-            assert self._watch is not None
-            seen = await self._watch.until(lambda seen: seen.state in ENDED)
-            if seen.state not in ("COMPLETED", FORGOTTEN):
-                seen = await self._patiently(partial(self._control.show, self._watch.id))
-            ended = await anyio.to_thread.run_sync(self._read, self._watch.id, seen)
-            if ended.error is None and ended.code in _LAST and self._launch.script is None:
-                await self._arrival(_LAST[ended.code])
+            assert self._job is not None
+            seen = await self._job.wait_for(lambda seen: seen.state in FINAL_STATES)
+            if seen.state not in ("COMPLETED", NOT_FOUND):
+                seen = await self._until_answered(partial(self._programs.show, self._job.id))
+            ended = await anyio.to_thread.run_sync(self._exit_by_record, self._job.id, seen)
+            if ended.error is None and ended.code in _LAST_FILE and self._launch.script is None:
+                await self._wait_for_file(_LAST_FILE[ended.code])
             self._exit = ended
-        await self._leave()
+        await self._release()
         return self._exit
 
     async def kill(self) -> Exit:
-        assert self._watch is not None
+        assert self._job is not None
         if self._exit is None:
-            with anyio.move_on_after(self._runner.grace):
-                if self._watch.seen.state in PENDING:
-                    await self._tell(pending=True)
-                await self._tell(signal="TERM")
+            with anyio.move_on_after(self._runner.options.grace):
+                if self._job.seen.state in PENDING_STATES:
+                    await self._cancel(pending=True)
+                await self._cancel(signal="TERM")
                 return await self.wait()
-            give_up = anyio.current_time() + PATIENCE
-            while anyio.current_time() < give_up:
-                with anyio.move_on_after(AGAIN):
-                    await self._tell()
+            give_up_at = anyio.current_time() + CANCEL_TIMEOUT
+            while anyio.current_time() < give_up_at:
+                with anyio.move_on_after(CANCEL_INTERVAL):
+                    await self._cancel()
                     return await self.wait()
-            await self._give_up(f"Slurm was told so for {PATIENCE:g} s, and has not ended")
+            await self._give_up(f"Slurm has not ended the job for {CANCEL_TIMEOUT:g} s")
             self._exit = Exit(-SIGKILL)
         return await self.wait()
 
-    async def _tell(self, *, signal: str | None = None, pending: bool = False) -> None:
-        assert self._watch is not None
-        await self._patiently(partial(self._control.cancel, self._watch.id, signal=signal, pending=pending))
-        self._runner.watcher.hasten(self._watch)
+    async def _cancel(self, *, signal: str | None = None, pending: bool = False) -> None:
+        assert self._job is not None
+        await self._until_answered(partial(self._programs.cancel, self._job.id, signal=signal, pending=pending))
+        self._runner.poller.poll_soon(self._job)
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T:
         """Call again until Slurm answers."""
         while True:
             try:
                 return await call()
             except DispatchError as exc:
-                logger.debug("again, since %s", exc)
-            await anyio.sleep(PAUSE)
+                logger.debug("calling Slurm again after %s", exc)
+            await anyio.sleep(RETRY_INTERVAL)
 
     async def _give_up(self, why: str) -> None:
-        """Leave the job to a process that goes on for two minutes."""
+        """Leave the job to a process that tries to end it for two minutes more."""
         logger.warning(
-            "%s the job %s: it may run on; look for it with `squeue --me`, and end it with `scancel`", why, self._name
+            "%s; the job %s may run on: look for it with `squeue --me`, and end it with `scancel`", why, self._name
         )
         with suppress(DispatchError):
             await run_command(
-                self._ending(f"({_GUARD}) </dev/null >/dev/null 2>&1 &"),
-                timeout=AGAIN,
-                environ=self._control.environ,
+                self._guard_command(f"({_GUARD}) </dev/null >/dev/null 2>&1 &"),
+                timeout=CANCEL_INTERVAL,
+                environ=self._programs.environ,
             )
 
-    async def _leave(self) -> None:
-        if self._watch is not None:
-            self._runner.watcher.discard(self._watch)
-        guard, self._guard = self._guard, None
+    async def _release(self) -> None:
+        """Stop polling the job, and dismiss its guard."""
+        if self._job is not None:
+            self._runner.poller.discard(self._job)
+        guard = self._guard
+        self._guard = None
         if guard is not None:
             await anyio.to_thread.run_sync(guard.dismiss)
 
-    async def _arrival(self, name: str) -> None:
-        with anyio.move_on_after(LATE):
-            while name not in await anyio.to_thread.run_sync(self._names):  # noqa: ASYNC110 -- nobody tells of files
-                await anyio.sleep(HURRY)
+    async def _wait_for_file(self, name: str) -> None:
+        with anyio.move_on_after(FILE_TIMEOUT):
+            while name not in await anyio.to_thread.run_sync(self._names):  # noqa: ASYNC110 -- files send no events
+                await anyio.sleep(FILE_INTERVAL)
 
     def _names(self) -> set[str]:
         try:
-            return set(os.listdir(self._folder))  # unlike a look for one name, it is never answered from memory
+            return set(os.listdir(self._folder))  # unlike the test for one name, a listing does not come from a cache
         except OSError:
-            return set(_LAST.values())
+            return set(_LAST_FILE.values())
 
-    def _read(self, id: str, seen: Record) -> Exit:
-        """What came of the job, by what Slurm says of it."""
+    def _exit_by_record(self, id: str, seen: JobRecord) -> Exit:
+        """Return how the job has ended, by what Slurm reports and by what is in its folder. Reads the disk."""
         if seen.state == "COMPLETED":
             return Exit(0)
         job = f"Slurm job {id} on {seen.nodes}" if seen.nodes else f"Slurm job {id}"
@@ -354,28 +385,26 @@ class _Job:
         if seen.state in _LOST:
             if os.path.lexists(self._folder / RESULT):  # it had finished
                 return Exit(0)
-            error = read_error(self._folder) if seen.state == FORGOTTEN else None
-            if error is not None and error.message != STOPPED:
+            error = read_error(self._folder) if seen.state == NOT_FOUND else None
+            if error is not None and error.message != _STOPPED:
                 return Exit(1)
-            return Exit(code, error=Failure("WorkerLost", f"{job} was lost: {_LOST[seen.state]}"))
+            return Exit(code, error=child_lost(f"{job} was lost: {_LOST[seen.state]}"))
         if seen.state in ("TIMEOUT", "DEADLINE"):
-            most = f"time limit of {seen.limit}" if seen.state == "TIMEOUT" else "deadline"
-            said = f"{job} was ended at its {most}; the runner option time, or the partition, says how long it may run"
-            return Exit(code, "timeout", Failure("TimeoutError", said))
+            limit = f"time limit of {seen.limit}" if seen.state == "TIMEOUT" else "deadline"
+            message = f"{job} was ended at its {limit}, which the runner option time or the partition sets"
+            return Exit(code, "timeout", Failure("TimeoutError", message))
         if seen.state == "CANCELLED":
-            said = f"{job} was cancelled in Slurm, not by its worker"
-            return Exit(code, "killed", Failure("Cancelled", said))
+            message = f"{job} was cancelled in Slurm, not by its worker"
+            return Exit(code, "killed", Failure("Cancelled", message))
         if seen.state == "OUT_OF_MEMORY":
-            said = f"{job} took more memory than it may, which the runner option memory says"
-        elif seen.code == NOT_LAUNCHED:
-            said = (
-                f"{job} could not open its output in {self._folder}: the workdir has to lie on a file system that the "
+            message = f"{job} used more memory than its limit, which the runner option memory sets"
+        elif seen.code == _OUTPUT_NOT_OPENED:
+            message = (
+                f"{job} could not open its output in {self._folder}: the workdir has to be on a file system that the "
                 "nodes share, under the same path"
             )
         elif seen.code == 0:
-            said = f"{job} has ended as {seen.state} ({seen.reason})"
+            message = f"{job} has ended as {seen.state} ({seen.reason})"
         else:
             return Exit(seen.code)
-        output = last_output(self._folder)
-        shown = f"{said}; the end of its output:\n{output}" if output else said
-        return Exit(code, error=Failure("DaemonError", shown))
+        return Exit(code, error=child_failed(message, last_output(self._folder)))
