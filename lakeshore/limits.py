@@ -27,7 +27,7 @@ __all__ = [
 # Operations
 
 LARGE_BYTES = 1 << 20
-"""An operation or a result of more bytes travels apart from the small ones, which would else wait for its transfer."""
+"""An operation or a result of more bytes travels apart from the small ones, which would otherwise wait for its transfer."""
 
 # The codec
 
@@ -54,7 +54,7 @@ MAX_BYTES_PER_PAGE = 16 << 20
 MAX_VALUE_FRAME_BYTES = 64 << 20
 """A value of more bytes is cut into several frames, so that each is far below what readers and requests take."""
 MAX_FRAME_BYTES = 256 << 20
-"""A reader refuses a longer frame, unless it was given another limit: a damaged length must not fill its memory."""
+"""A reader raises WireError for a longer frame, unless it was given another limit: a damaged length must not fill memory."""
 MAX_SEQ = 1 << 62
 """Numbers of frames, attempts and the like stay below this: databases hold signed integers of 64 bits."""
 

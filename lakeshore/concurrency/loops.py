@@ -36,7 +36,7 @@ _tasks: set[asyncio.Task[None]] = set()
 """The tasks that `start_task` started: asyncio itself holds its tasks weakly."""
 
 running_asyncio_loop: Callable[[], object | None] = asyncio._get_running_loop
-"""The asyncio loop that runs in this thread, or None; a C function, and the quickest question about a loop."""
+"""The asyncio loop that runs in this thread, or None. A C function: the quickest way to find out."""
 
 
 def on_asyncio() -> bool:

@@ -195,7 +195,7 @@ def _set_error(future: Future[Any], error: BaseException) -> None:
 
 
 def _takes_an_answer(future: Future[Any]) -> bool:
-    """Whether nobody has cancelled the future or answered it; from now on it cannot be cancelled."""
+    """Whether the future was neither cancelled nor answered. From now on it cannot be cancelled."""
     return not future.done() and future.set_running_or_notify_cancel()
 
 

@@ -17,8 +17,8 @@ packb: Callable[..., bytes] = _module.packb
 unpackb: Callable[..., Any] = _module.unpackb
 Packer: Any = _module.Packer
 Unpacker: Any = _module.Unpacker
-# An ExtType made past its constructor, which is slow and refuses the codes below 0: new_ext((code, body)).
 new_ext: Any = functools.partial(tuple.__new__, _module.ExtType)  # pyright: ignore[reportUnknownMemberType]
+"""`new_ext((code, body))` makes an ExtType without its constructor, which is slow and accepts no codes below 0."""
 ExtraData: type[Exception] = _module.ExtraData
 FormatError: type[Exception] = _module.FormatError
 StackError: type[Exception] = _module.StackError

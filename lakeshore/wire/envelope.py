@@ -1,4 +1,4 @@
-"""The Envelope: one invocation as it travels. Planes and servers carry its bytes and never look inside."""
+"""The Envelope: one invocation as it travels. Planes and servers store and forward its bytes without reading them."""
 
 from __future__ import annotations
 

@@ -30,15 +30,15 @@ _BYTES_A_PIXEL = {
     "RGBX": 4, "RGBa": 4, "La": 2, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2,
 }  # fmt: skip
 MAX_SURE_PROFILE_BYTES = 1 << 16
-"""A larger colour profile is read back and compared: Pillow refuses to read profiles of a MiB."""
+"""A larger colour profile is read back and compared: Pillow reads no profiles of a MiB."""
 MAX_EMPTY_SIDE = 1 << 16
 """Pixels of the longer side of an image without pixels: Pillow allocates for each row even so."""
 _MAGIC = {b"\x89PNG": ("PNG",), b"II*\0": ("TIFF",), b"MM\0*": ("TIFF",)}
-# What else peers may send: formats that Pillow reads by itself. Not EPS, which it hands to another program.
 _FORMATS = (
     "PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "AVIF", "JPEG2000", "PPM", "TGA", "ICO", "DIB", "PCX", "SGI", "ICNS",
     "DDS", "QOI", "IM", "MSP", "SPIDER", "XBM", "BLP",
 )  # fmt: skip
+"""Other formats that peers may send: those that Pillow reads by itself. Not EPS, which it hands to another program."""
 
 
 def _encode(value: Any, pil: Any) -> list[Buffer]:

@@ -88,7 +88,7 @@ def test_a_forked_child_has_a_portal_of_its_own() -> None:
         for thread in threads: thread.start()
         parent = portal()
         for _ in range(20):
-            with _portal._starting:  # somebody is just starting the portal
+            with _portal._starting:  # another thread is just starting the portal
                 if (child := os.fork()) == 0:
                     assert run_sync(pid, hint="") == os.getpid()
                     assert portal() is not parent
@@ -173,7 +173,7 @@ def loop_in_daemon_thread():
 
 def in_daemon_thread(fn, *args):
     def run():
-        with contextlib.suppress(PlaneUnavailable):  # it is told
+        with contextlib.suppress(PlaneUnavailable):  # it ended meanwhile
             run_sync(fn, *args, hint="")
     threading.Thread(target=run, daemon=True).start()
     assert begun.wait(30)

@@ -1,4 +1,4 @@
-"""What is open once for each event loop: opened once, closed on its loop, whoever forgets it and however the loop ends."""
+"""Resources of which each event loop has one: opened once and closed on its loop, however that ends."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_forked_child_has_resources_of_its_own() -> None:
             assert use() is not first and use().pid == os.getpid()
             begin = time.monotonic()
             run_sync(resources.aclose_all, hint="")
-            assert time.monotonic() - begin < _per_loop.CLOSE_ALL_TIMEOUT  # the parent's loops are nobody to wait for
+            assert time.monotonic() - begin < _per_loop.CLOSE_ALL_TIMEOUT  # it does not wait for the parent's loops
             assert first in [slot.value for slot in _per_loop._inherited if getattr(slot, "value", None)]
         else:
             assert os.waitpid(pid, 0)[1] == 0

@@ -12,7 +12,7 @@ import pytest
 from helpers import each_row, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_cases import KEYS, PLAIN, as_tuple, nested, refusal, roundtrip, same
+from wire_cases import KEYS, PLAIN, as_tuple, nested, pack_error, roundtrip, same
 
 from dreamlake.lakeshore import wire
 from dreamlake.lakeshore.errors import EncodeError, WireError
@@ -91,7 +91,7 @@ def test_an_ext_code_that_msgpack_reserves_passes_through_too() -> None:
     assert wire.pack([wire.unpack(blob)]) == b"\x91" + blob
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------------------------
 
 
 class Colour(enum.Enum):
@@ -115,7 +115,7 @@ Pair = collections.namedtuple("Pair", "a b")
 
 
 def test_an_error_is_a_whole_sentence() -> None:
-    assert refusal([{"x": Text("a")}]) == (
+    assert pack_error([{"x": Text("a")}]) == (
         f'cannot pack a value of type {__name__}.Text at $[0]["x"]: it is a subclass of str and would come back as '
         "str; send str(value), or register a codec for it with wire.register(wire.Codec(...))"
     )
@@ -139,7 +139,7 @@ def test_an_error_is_a_whole_sentence() -> None:
     ],
 )
 def test_R59_what_would_change_is_refused_with_the_fix(value: Any, part: str) -> None:
-    assert part in refusal(value)
+    assert part in pack_error(value)
 
 
 @each_row(
@@ -159,30 +159,30 @@ def test_R59_what_would_change_is_refused_with_the_fix(value: Any, part: str) ->
     ],
 )
 def test_the_path_leads_to_the_bad_leaf(value: Any, path: str) -> None:
-    assert path in refusal(value)
+    assert path in pack_error(value)
 
 
 def test_the_path_is_found_in_shared_and_large_values() -> None:
     shared = [1, 2, 3]
     value = [[shared] * 1000, {"x": shared, "bad": {"deep": [shared, Colour.RED]}}]
-    assert '$[1]["bad"]["deep"][1]: ' in refusal(value)
+    assert '$[1]["bad"]["deep"][1]: ' in pack_error(value)
 
 
 def test_values_that_contain_themselves() -> None:
     ring: list[Any] = [1]
     ring.append({"again": ring})
-    assert refusal(ring) == (
+    assert pack_error(ring) == (
         'cannot pack a value of type list at $[1]["again"]: the value contains itself; send a tree without cycles'
     )
     knot: dict[str, Any] = {}
     knot["k"] = (knot,)
-    assert "it lies inside 16 other tuples or ext values" in refusal(knot)
+    assert "it lies inside 16 other tuples or ext values" in pack_error(knot)
 
 
 def test_packing_works_after_every_failure() -> None:
     big = tuple(range(5000))
     for bad in (object(), [big, object()], (1, (2, object())), nested(3000), "\ud800", nested(40, 0, as_tuple)):
-        refusal(bad)
+        pack_error(bad)
         assert same([1, big, (2, (big,))], roundtrip([1, big, (2, (big,))]))
 
 
@@ -219,7 +219,7 @@ def test_a_value_of_more_than_4_GiB_is_an_error(monkeypatch: pytest.MonkeyPatch)
     """With a limit of 9000 bytes in place of 4 GiB."""
     monkeypatch.setattr(codec, "MAX_BODY_BYTES", 9000)
     big = tuple(range(200, 5200))
-    assert refusal([{"x": big}]) == (
+    assert pack_error([{"x": big}]) == (
         'cannot pack a value of type tuple at $[0]["x"]: its 14947 bytes are more than the 4 GiB of one value; '
         "send it in parts"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 from helpers import each_row, run_python
-from wire_cases import as_tuple, nested, refusal, roundtrip, same
+from wire_cases import as_tuple, nested, pack_error, roundtrip, same
 
 from dreamlake.lakeshore import wire
 from dreamlake.lakeshore.errors import EncodeError, WireError
@@ -18,7 +18,7 @@ from dreamlake.lakeshore.wire.codec import MAX_EXT_DEPTH
 def test_sixteen_ext_values_nest_and_no_more() -> None:
     deepest = nested(MAX_EXT_DEPTH, 1, as_tuple)
     assert same(deepest, roundtrip(deepest))
-    assert "it lies inside 16 other tuples or ext values; nest fewer of them" in refusal((deepest,))
+    assert "it lies inside 16 other tuples or ext values; nest fewer of them" in pack_error((deepest,))
     blob = wire.pack(deepest)
     with pytest.raises(WireError, match="more than 16 tuples or ext values lie inside one another"):
         wire.unpack(b"\xc7" + bytes((len(blob) + 1, 5)) + b"\x91" + blob)

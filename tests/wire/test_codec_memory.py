@@ -1,4 +1,4 @@
-"""How often data is copied, and that headers which lie allocate nothing. Peaks by tracemalloc, which numpy feeds."""
+"""How often data is copied, and that false headers allocate nothing. Peaks by tracemalloc, which numpy feeds."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_thread_keeps_no_large_buffer(array: np.ndarray[Any, Any]) -> None:
         tracemalloc.stop()
 
 
-# --- lies ------------------------------------------------------------------------------------------------------------
+# --- false headers ---------------------------------------------------------------------------------------------------
 
 
 def claims(header: bytes, count: int, padding: int) -> bytes:

@@ -22,7 +22,7 @@ def raw(**changes: Any) -> bytes:
     return wire.pack({name: value for name, value in fields.items() if value != "absent"})
 
 
-def refusal(data: bytes) -> str:
+def read_error(data: bytes) -> str:
     with pytest.raises(WireError) as caught:
         wire.Envelope.from_bytes(data)
     return str(caught.value)
@@ -69,7 +69,7 @@ def test_absent_and_nil_fields_take_their_defaults() -> None:
     minimal = wire.Envelope("01X", REF)
     assert wire.Envelope.from_bytes(raw(args="absent", kwargs="absent")) == minimal
     assert wire.Envelope.from_bytes(raw(args=None, kwargs=None, prefix=None, key=None, parent=None)) == minimal
-    assert wire.Envelope.from_bytes(raw(cfg=None)).cfg is None  # what a sender said is passed on as it was
+    assert wire.Envelope.from_bytes(raw(cfg=None)).cfg is None  # the value of the sender is passed on unchanged
 
 
 def test_unknown_fields_of_a_newer_sender_survive() -> None:
@@ -116,15 +116,15 @@ def test_the_error_names_the_field_that_cannot_be_packed() -> None:
     ],
 )
 def test_the_error_for_a_wrong_envelope_names_the_fault(data: bytes, part: str) -> None:
-    message = refusal(data)
+    message = read_error(data)
     assert message.startswith("not an Envelope: ")
     assert part in message
 
 
 def test_bytes_that_are_not_even_packed() -> None:
-    assert "expected exactly one packed value, but it is empty" in refusal(b"")
-    assert "bytes lie behind the end" in refusal(raw() + b"\0")
-    assert "this side reads versions up to 1: upgrade dreamlake-lakeshore here" in refusal(raw(v=2**40))
+    assert "expected exactly one packed value, but it is empty" in read_error(b"")
+    assert "bytes lie behind the end" in read_error(raw() + b"\0")
+    assert "this side reads versions up to 1: upgrade dreamlake-lakeshore here" in read_error(raw(v=2**40))
 
 
 def test_arguments_are_read_only_when_asked_for() -> None:

@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 from helpers import each_row
 from hypothesis import given, settings
-from wire_cases import DTYPES, arrays, numpy_scalars, roundtrip, same, values
+from wire_cases import DTYPES, arrays, numpy_scalars, pack_error, roundtrip, same, values
 
 from dreamlake.lakeshore import wire
-from dreamlake.lakeshore.errors import EncodeError, WireError
+from dreamlake.lakeshore.errors import WireError
 from dreamlake.lakeshore.wire.array_body import array_body
-
-
-def refusal(value: Any) -> str:
-    with pytest.raises(EncodeError) as caught:
-        wire.pack(value)
-    return str(caught.value)
 
 
 def array_blob(dtype: Any, shape: Any, data: Any, code: int = 1) -> bytes:
@@ -108,7 +102,7 @@ def test_R53_dtypes_whose_fields_overlap_are_refused() -> None:
         {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [4, 0]},
         {"names": ["a"], "formats": ["i4"], "titles": [("no", "text")]},
     ):
-        assert refusal({"r": np.zeros(2, np.dtype(dtype))}) == (  # type: ignore[call-overload]
+        assert pack_error({"r": np.zeros(2, np.dtype(dtype))}) == (  # type: ignore[call-overload]
             'cannot pack a value of type numpy.ndarray at $["r"]: the fields of its dtype overlap, are out of order or '
             "have titles that are not text; send numpy.lib.recfunctions.repack_fields(value)"
         )
@@ -128,21 +122,21 @@ def test_R55_dates_keep_unit_and_bits() -> None:
 
 
 def test_R52_arrays_of_objects_are_refused() -> None:
-    assert refusal([np.array([{"a": 1}, None], dtype=object)]) == (
+    assert pack_error([np.array([{"a": 1}, None], dtype=object)]) == (
         "cannot pack a value of type numpy.ndarray at $[0]: its elements are Python objects; "
         "send value.tolist(), or an array of another dtype"
     )
-    assert "its elements are Python objects" in refusal(np.zeros(2, [("a", "i4"), ("o", [("x", "O")])]))
-    assert "its elements are Python objects" in refusal(np.zeros(2, [("a", "O", (2,))]))
+    assert "its elements are Python objects" in pack_error(np.zeros(2, [("a", "i4"), ("o", [("x", "O")])]))
+    assert "its elements are Python objects" in pack_error(np.zeros(2, [("a", "O", (2,))]))
     strings = np.array(["a", "bb"], dtype=np.dtypes.StringDType())
-    assert 'StringDType keeps its text elsewhere; send value.astype("U") or value.tolist()' in refusal(strings)
+    assert 'StringDType keeps its text elsewhere; send value.astype("U") or value.tolist()' in pack_error(strings)
 
 
 def test_dtypes_that_others_brought_along_are_refused() -> None:
     from numpy._core._rational_tests import rational  # numpy's own example of such a dtype
 
     array = np.array([rational(1, 2)])
-    assert f"its dtype {array.dtype} is not numpy's own; send value.astype(...) to one of" in refusal(array)
+    assert f"its dtype {array.dtype} is not numpy's own; send value.astype(...) to one of" in pack_error(array)
 
 
 def test_arrays_of_4_GiB_are_refused() -> None:
@@ -159,10 +153,10 @@ def test_subclasses_of_arrays_are_refused(tmp_path: Any) -> None:
         pass
 
     masked = np.ma.masked_array([1, 2], mask=[True, False])
-    assert "its mask would be lost; send (value.data, value.mask) or value.filled()" in refusal((masked,))
-    assert "it would come back as numpy.ndarray" in refusal(np.zeros(2).view(Mine))
+    assert "its mask would be lost; send (value.data, value.mask) or value.filled()" in pack_error((masked,))
+    assert "it would come back as numpy.ndarray" in pack_error(np.zeros(2).view(Mine))
     mapped = np.memmap(tmp_path / "m", dtype="u1", mode="w+", shape=(4,))
-    assert "it would come back as numpy.ndarray, not numpy.memmap; send numpy.asarray(value)" in refusal(mapped)
+    assert "it would come back as numpy.ndarray, not numpy.memmap; send numpy.asarray(value)" in pack_error(mapped)
     assert same(np.asarray(mapped), roundtrip(np.asarray(mapped)))
 
 
@@ -176,7 +170,7 @@ def test_a_registered_codec_may_take_what_we_refuse() -> None:
     )
     wire.register(codec)
     assert roundtrip([np.array([1, None], dtype=object)])[0].tolist() == [1, None]
-    assert "its mask would be lost" in refusal(np.ma.masked_array([1]))
+    assert "its mask would be lost" in pack_error(np.ma.masked_array([1]))
 
 
 def test_a_dtype_with_thousands_of_fields() -> None:
@@ -232,7 +226,7 @@ def test_subclasses_of_scalars_are_refused() -> None:
     class Metres(np.float64):
         pass
 
-    assert "it would come back as numpy.float64; send a scalar of numpy's own types" in refusal(Metres(1))
+    assert "it would come back as numpy.float64; send a scalar of numpy's own types" in pack_error(Metres(1))
 
 
 # --- hostile bodies --------------------------------------------------------------------------------------------------
@@ -241,7 +235,7 @@ def test_subclasses_of_scalars_are_refused() -> None:
 @each_row(
     "dtype, shape, data",
     [
-        ("uint8", [3], b"ab"),  # lies about its length
+        ("uint8", [3], b"ab"),  # a false length
         ("uint8", [2**62], b"ab"),
         ("uint8", [2**40, 2**40], b""),
         ("uint8", [-1], b"ab"),

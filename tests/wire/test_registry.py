@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from wire_cases import nested, refusal, roundtrip, same
+from wire_cases import nested, pack_error, roundtrip, same
 
 from dreamlake.lakeshore import wire
 from dreamlake.lakeshore.errors import EncodeError, WireError
@@ -76,7 +76,7 @@ def test_registering_is_all_or_nothing_and_the_same_twice_is_nothing() -> None:
         wire.register(point, point_codec(5, "mine"))
     with pytest.raises(ValueError, match="'point' holds"):
         wire.register(point, point_codec(40, "mine"))
-    refusal(Point(1))
+    pack_error(Point(1))
     wire.register(point, point)
     wire.register(point)
     wire.register()
@@ -118,12 +118,12 @@ def test_a_codec_that_raises_becomes_our_error_with_the_cause() -> None:
 
 def test_a_codec_that_does_not_give_bytes() -> None:
     wire.register(wire.Codec(40, "weak", is_point, lambda value: "text", lambda body: body))  # type: ignore[arg-type,return-value]
-    assert "the codec 'weak' made str of it, not bytes" in refusal(Point(1))
+    assert "the codec 'weak' made str of it, not bytes" in pack_error(Point(1))
 
 
 def test_a_match_that_raises() -> None:
     wire.register(wire.Codec(40, "weak", failing(ZeroDivisionError("oops")), bytes, bytes))
-    assert "the codec 'weak' failed on it (ZeroDivisionError: oops)" in refusal({"k": [Point(1)]})
+    assert "the codec 'weak' failed on it (ZeroDivisionError: oops)" in pack_error({"k": [Point(1)]})
 
 
 def test_a_memory_error_in_a_codec_is_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_memory_error_in_a_codec_is_raised_unchanged(monkeypatch: pytest.Monke
 def test_what_a_codec_packs_counts_in_depth() -> None:
     wire.register(point_codec())
     assert roundtrip(nested(7, Point(1), Point)) == nested(7, Point(1), Point)  # a point and its tuple: two each
-    assert "it lies inside 16 other tuples or ext values" in refusal(nested(20, 1, Point))
+    assert "it lies inside 16 other tuples or ext values" in pack_error(nested(20, 1, Point))
 
 
 def test_keys_that_would_not_come_back_are_refused() -> None:
@@ -156,11 +156,11 @@ def test_keys_that_would_not_come_back_are_refused() -> None:
     # The originals are hashable, what is decoded is not: such a dict could be packed and never be read.
     wire.register(wire.Codec(40, "key", lambda value: type(value) is Key, lambda value: b"", lambda body: []))
     assert roundtrip([Key(1)]) == [[]]
-    assert refusal([{"a": 1, Key(1): 2}]) == (
+    assert pack_error([{"a": 1, Key(1): 2}]) == (
         f"cannot pack a value of type {__name__}.test_keys_that_would_not_come_back_are_refused.<locals>.Key "
         "as a dict key at $[0]: it would not come back as the same key; use keys of str, int or tuples of these"
     )
-    assert "as a dict key at $[0][1]" in refusal([(0, {(1, Key(1)): 2})])
+    assert "as a dict key at $[0][1]" in pack_error([(0, {(1, Key(1)): 2})])
 
 
 def test_keys_of_a_sound_codec_come_back() -> None:

@@ -20,7 +20,7 @@ def roundtrip(value: Any) -> Any:
     return wire.unpack(wire.pack(value))
 
 
-def refusal(value: Any) -> str:
+def pack_error(value: Any) -> str:
     with pytest.raises(EncodeError) as caught:
         wire.pack(value)
     assert isinstance(caught.value, TypeError)
