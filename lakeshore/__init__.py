@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from . import wire as wire
     from .body.context import run as run
     from .body.context import scope as scope
+    from .client.default_plane import default_dispatch as default_dispatch
     from .client.job import Job as Job
     from .client.queue import Queue as Queue
-    from .client.queue import default_dispatch as default_dispatch
-    from .client.sync_queue import SyncQueue as SyncQueue
+    from .client.queue import SyncQueue as SyncQueue
     from .client.thunk import Thunk as Thunk
     from .client.thunk import thunk as thunk
     from .client.udf import UDF as UDF
@@ -65,10 +65,10 @@ _HOMES = dict.fromkeys(_ERRORS, ".errors") | {
     "Job": ".client.job",
     "MongoDispatch": ".planes.mongo.store",
     "Queue": ".client.queue",
-    "SyncQueue": ".client.sync_queue",
+    "SyncQueue": ".client.queue",
     "Thunk": ".client.thunk",
     "UDF": ".client.udf",
-    "default_dispatch": ".client.queue",
+    "default_dispatch": ".client.default_plane",
     "run": ".body.context",
     "run_worker": ".worker.loop",
     "scope": ".body.context",

@@ -165,7 +165,7 @@ def _no_state_changed(_no_thread_left: None) -> Iterator[None]:
 _LOGGERS = ("dreamlake", "uvicorn", "tests")
 """The loggers that the package and its tests set, with those below them; uvicorn sets `uvicorn.access` itself, for good."""
 # Looked up where it is imported already: the measuring of coverage begins after this module.
-_QUEUE, _REGISTRY = "dreamlake.lakeshore.client.queue", "dreamlake.lakeshore.wire.registry"
+_DEFAULT_PLANE, _REGISTRY = "dreamlake.lakeshore.client.default_plane", "dreamlake.lakeshore.wire.registry"
 _SIGNALS = sorted(
     signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM}
 )  # the last is pytest-timeout's
@@ -182,7 +182,9 @@ def _loggers() -> Iterator[logging.Logger]:
 def _state() -> dict[str, Any]:
     """What a test could change for those after it, by name. A logger that nobody has set up is not in it."""
     state: dict[str, Any] = {
-        "the default plane": sys.modules[_QUEUE]._default.get("plane") if _QUEUE in sys.modules else None,
+        "the default plane": sys.modules[_DEFAULT_PLANE]._default.get("plane")
+        if _DEFAULT_PLANE in sys.modules
+        else None,
         "the registered codecs": sys.modules[_REGISTRY]._registered if _REGISTRY in sys.modules else (),
     }
     state |= {f"the variable {name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
@@ -206,8 +208,8 @@ def _restore(before: dict[str, Any]) -> None:
             if name.startswith("the variable ")
         }
     )
-    if _QUEUE in sys.modules:
-        default = sys.modules[_QUEUE]._default
+    if _DEFAULT_PLANE in sys.modules:
+        default = sys.modules[_DEFAULT_PLANE]._default
         default.clear()
         if before["the default plane"] is not None:
             default["plane"] = before["the default plane"]

@@ -54,15 +54,10 @@ HEAVY = {"ulid", "trio", "pymongo", "numpy", "PIL", "torch", "redis", "yaml", "c
 LATE = {
     # Modules of our own that a function imports, and why. Everything else is imported at the top of its file.
     ("cli", "*"): "a command loads what it needs, so that `lakeshore --help` is quick",
-    ("client.job", "body.execute"): "claiming by hand is rare",
-    ("client.job", "planes.lease_keeper"): "claiming by hand is rare",
-    ("client.queue", "planes.http.store"): "a program uses one kind of plane, and loads one driver",
-    ("client.queue", "planes.sqlite.store"): "a program uses one kind of plane, and loads one driver",
-    ("client.queue", "client.sync_queue"): "mended next",
+    ("client.default_plane", "planes.http.store"): "a program uses one kind of plane, and loads one driver",
+    ("client.default_plane", "planes.sqlite.store"): "a program uses one kind of plane, and loads one driver",
     ("client.thunk", "wire"): "making a Thunk loads no codec",
-    ("client.udf", "client.queue"): "a local call loads no event loop and no driver",
-    ("client.udf", "client.streams"): "a local call loads no event loop and no driver",
-    ("client.udf", "client.sync_queue"): "a local call loads no event loop and no driver",
+    ("client.udf", "client.remote_udf"): "a local call loads no event loop and no driver",
     ("functions.resolve", "functions.pickles"): "only those who pickle functions load cloudpickle",
     ("functions.serialize", "functions.pickles"): "only those who pickle functions load cloudpickle",
     ("planes.mongo.store", "planes.mongo.redis_news"): "redis is optional",
@@ -72,5 +67,4 @@ LATE = {
 
 DEBTS = {
     # Imports that still climb or go round in a circle. To be emptied; nothing may be added.
-    ("client.queue", "client.sync_queue"),
 }

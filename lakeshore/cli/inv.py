@@ -97,7 +97,7 @@ def inv_result(where: Where, id: str, timeout: float | None, as_json: bool) -> N
 
     If you interrupt this command, the invocation goes on.
     """
-    from ..client.queue import value_of
+    from ..client.calls import value_of
 
     with waiting(f"waiting for {id}"):
         value = value_of(on_plane(where, lambda plane: plane.outcome(id, timeout=timeout)))

@@ -126,7 +126,7 @@ def plane_of(where: Where, *, create: bool = False) -> Plane:
     create: whether a missing file is created, as workers do. Raises PlaneUnavailable for a missing file otherwise, and
     UsageError for options that contradict each other.
     """
-    from ..client.queue import default_dispatch
+    from ..client.default_plane import default_dispatch
     from ..planes.sqlite.store import Dispatch
 
     if where.db is not None and where.url is not None:

@@ -183,7 +183,8 @@ def work(
 async def _work(
     where: Where, names: tuple[str, ...], options: Options, children: ChildOptions, runner: Runner | None, once: bool
 ) -> tuple[int, int]:
-    from ..client.queue import Queue, take_as_default
+    from ..client.default_plane import set_default_plane
+    from ..client.queue import Queue
 
     stop = anyio.Event()
     working = anyio.CancelScope()
@@ -199,7 +200,7 @@ async def _work(
         working.cancel()
 
     async with plane_of(where, create=True) as plane, anyio.create_task_group() as group:
-        take_as_default(plane)
+        set_default_plane(plane)
         await group.start(watch_signals, ask, cut)
         logger.info("%s", _start_line(names, plane, options, children))
         queues = [Queue(name, dispatch=plane) for name in names]

@@ -11,7 +11,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from ..body.execute import Backpressure
-from ..client.streams import restart_frame
+from ..client.cursors import restart_frame
 from ..concurrency.backoff import Backoff
 from ..concurrency.loops import loop_token, run_sync_soon
 from ..errors import ClaimLost, DispatchError, LakeshoreError, NotAuthorized, PlaneUnavailable

@@ -32,7 +32,7 @@ from dreamlake.lakeshore import (
     scope,
     thunk,
 )
-from dreamlake.lakeshore.client import queue as queue_module
+from dreamlake.lakeshore.client import default_plane
 from dreamlake.lakeshore.concurrency.portal import portal
 from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.wire import Envelope, pack
@@ -450,7 +450,7 @@ async def test_nack_fails_the_job_or_asks_for_another_attempt(q: Queue) -> None:
     for error, sentence in [
         ("bad input", "Error: bad input$"),
         (Failure("Quota", "used up"), "Quota: used up$"),
-        (None, "Error: whoever claimed it gave it up, and no reason$"),
+        (None, "Error: the job was ended as failed, without a reason$"),
     ]:
         id = await q.submit("payload")
         await q.nack(await taken(q), error=error)
@@ -767,7 +767,7 @@ async def test_a_body_that_succeeds_although_it_is_to_be_cancelled_has_succeeded
 
 @pytest.fixture
 def fresh_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(queue_module, "_default", {})
+    monkeypatch.setattr(default_plane, "_default", {})
     monkeypatch.setenv("LAKESHORE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("LAKESHORE_URL", raising=False)
     return tmp_path / "home"
@@ -805,9 +805,7 @@ def test_the_default_plane_is_found_once_from_any_thread(fresh_default: Path, mo
     for thread in threads:
         thread.join()
     monkeypatch.setenv("LAKESHORE_HOME", "/elsewhere")
-    assert {
-        id(plane) for plane in [*found, default_dispatch(), queue_module._default_dispatch(), Queue("q").dispatch]
-    } == {id(found[0])}
+    assert {id(plane) for plane in [*found, default_dispatch(), Queue("q").dispatch]} == {id(found[0])}
     assert isinstance(found[0], Dispatch)
 
 

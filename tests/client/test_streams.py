@@ -21,7 +21,7 @@ from dreamlake.lakeshore import (
     StreamRestarted,
     WireError,
 )
-from dreamlake.lakeshore.client.streams import restart_frame
+from dreamlake.lakeshore.client.cursors import restart_frame
 from dreamlake.lakeshore.planes.contract.operations import Fence, FinalFrame
 from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.wire import Frame, FrameKind, pack

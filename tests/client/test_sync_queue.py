@@ -144,7 +144,7 @@ def test_a_stream_crosses_to_the_loop_once_for_a_page(q: SyncQueue, monkeypatch:
         crossings.append(hint)
         return _run_sync.run_sync(fn, *args, hint=hint)
 
-    monkeypatch.setattr("dreamlake.lakeshore.client.sync_queue.run_sync", counted)
+    monkeypatch.setattr("dreamlake.lakeshore.client.streams.run_sync", counted)
     stream = q.stream(id)
     assert [(value, stream.seq) for value in stream] == [(i, i) for i in range(300)]
     assert crossings == ["async for value in dls.Queue('q').stream(...)"] * 2  # the page, and that nothing follows

@@ -32,7 +32,7 @@ from dreamlake.lakeshore import (
     thunk,
     udf,
 )
-from dreamlake.lakeshore.client import queue as queue_module
+from dreamlake.lakeshore.client import default_plane
 from dreamlake.lakeshore.concurrency import run_sync as _run_sync
 from dreamlake.lakeshore.functions import pickles
 
@@ -176,7 +176,7 @@ async def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerat
     """A plane that is that of the process, too."""
     ENDED.clear()
     async with Dispatch(tmp_path / "plane.db") as plane:
-        monkeypatch.setattr(queue_module, "_default", {"plane": plane})
+        monkeypatch.setattr(default_plane, "_default", {"plane": plane})
         yield plane
 
 
@@ -430,21 +430,23 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 @pytest.mark.parametrize(("args", "kwargs"), WRONG, ids=repr)
 async def test_wrong_arguments_are_refused_at_the_call(q: Queue, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     remote: Any = udf(plain, queue="q")
-    with pytest.raises(TypeError) as direct:
+    with pytest.raises(TypeError):
         plain(*args, **kwargs)
+    with pytest.raises(TypeError) as direct:
+        inspect.signature(plain).bind(*args, **kwargs)
     for verb in (remote, remote.submit, remote.remote):
         with pytest.raises(TypeError) as refused:
             verb(*args, **kwargs)
-        assert str(refused.value) == str(direct.value)
+        assert str(refused.value) == f"plain(): {direct.value}"
     assert await q.count(None) == 0
 
 
 async def test_wrong_arguments_of_every_kind_of_body_and_method(q: Queue) -> None:
     bodies: list[Any] = [add, add_async, count, count_async, Counter().up, Counter.made, Counter.twice, Counter().twice]
     for body in bodies:
-        with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'z'$"):
+        with pytest.raises(TypeError, match=rf"^{body.__qualname__}\(\): got an unexpected keyword argument 'z'$"):
             body.submit(1, z=2)
-        with pytest.raises(TypeError, match=r"takes .* positional arguments? but|takes from 1 to 2"):
+        with pytest.raises(TypeError, match=rf"^{body.__qualname__}\(\): too many positional arguments$"):
             body.submit(1, 2, 3, 4)
     assert await q.count(None) == 0
 

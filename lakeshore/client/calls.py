@@ -1,0 +1,130 @@
+"""What queues and UDFs share: make the operation of a submit, wait for a value, and cancel what its caller gave up."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from ..body.context import current_invocation
+from ..errors import EncodeError, InvocationNotFound, LakeshoreError, WireError, invocation_failed
+from ..planes.contract.operations import Cancel
+from ..planes.contract.records import Failure, Outcome
+from ..planes.plane import Plane
+from ..wire import pack, unpack
+from .thunk import Thunk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..planes.contract.operations import Submit
+
+__all__ = [
+    "CANCEL_TIMEOUT",
+    "call",
+    "cancel_remote",
+    "error_of",
+    "submit_operation",
+    "submit_operations",
+    "value_of",
+]
+
+logger = logging.getLogger("dreamlake.lakeshore.streams")
+
+CANCEL_TIMEOUT = 1.0
+"""Seconds that a caller that gives up a call, or a job, waits until the plane knows."""
+
+
+def submit_operation(queue: str, payload: Any, key: str | None = None, priority: float = 0) -> Submit:
+    """Make the operation of a submit. It records the ambient `dls.scope` and the invocation that is running here.
+
+    Args:
+        queue: The queue's name.
+        payload: A Thunk, which becomes an Envelope; any other value is packed as it is.
+        key: The idempotency key.
+        priority: Higher goes first.
+
+    Raises:
+        EncodeError: The payload, or an argument, cannot be packed.
+        TransportError: The callable cannot be sent to a worker.
+        TypeError: The key is not a str, or is empty.
+    """
+    if key is not None and (not isinstance(key, str) or not key):
+        raise TypeError(f"expected a key, a str that is not empty, or None, got {key!r:.100}")
+    if isinstance(payload, Thunk):
+        envelope = payload.to_envelope(key=key)
+        body = envelope.to_bytes()
+        return Plane.submission(queue, body, id=envelope.id, key=key, priority=priority, parent=envelope.parent)
+    return Plane.submission(queue, _pack(payload), key=key, priority=priority, parent=current_invocation())
+
+
+def submit_operations(queue: str, payloads: Iterable[Any], priority: float = 0) -> list[Submit]:
+    """Make the operations of many submits, in order, as `submit_operation` does."""
+    return [submit_operation(queue, payload, None, priority) for payload in payloads]
+
+
+def _pack(payload: Any) -> bytes:
+    try:
+        return pack(payload)
+    except EncodeError:
+        if callable(payload):
+            raise EncodeError(
+                f"a queue takes a Thunk or plain data, not a {type(payload).__name__}: "
+                "bundle a function with its arguments, q.submit(dls.thunk(f, x))"
+            ) from None
+        raise
+
+
+async def call(plane: Plane, op: Submit) -> Any:
+    """Submit, and wait for the value. Raises what the invocation raised, as `Queue.result` does.
+
+    Cancellation, and Ctrl-C, cancel the invocation too, best effort and within a second; not with a key, since others may
+    share such an invocation.
+    """
+    try:
+        outcome = await plane.call(op)
+    except (anyio.get_cancelled_exc_class(), KeyboardInterrupt):
+        if op.key is None:
+            await cancel_remote(plane, op)
+        raise
+    return value_of(outcome)
+
+
+def value_of(outcome: Outcome) -> Any:
+    """Return the value of an invocation that succeeded.
+
+    Raises:
+        InvocationFailed: It ended in another state.
+        WireError: The value cannot be read.
+    """
+    if outcome.state != "succeeded":
+        raise error_of(outcome)
+    if not outcome.result:
+        return None
+    try:
+        return unpack(outcome.result)
+    except WireError as exc:
+        raise WireError(f"the result of invocation {outcome.id!r} cannot be read: {exc}") from exc
+
+
+def error_of(outcome: Outcome) -> Exception:
+    """Return the error to raise for an outcome other than `succeeded`."""
+    error = outcome.error or Failure("Error", "no error was reported")
+    return invocation_failed(outcome.id, outcome.state, error.type, error.message, error.traceback)
+
+
+async def cancel_remote(plane: Plane, op: Submit) -> None:
+    """Cancel the invocation of a call that its caller gives up, however far its submit has come.
+
+    Best effort, for CANCEL_TIMEOUT at most; the cancellation of the caller does not cut it short.
+    """
+    with anyio.move_on_after(CANCEL_TIMEOUT, shield=True):
+        try:
+            await plane.cancel(op.id)
+        except InvocationNotFound:
+            # The submit was withdrawn, or is still under way, maybe on another lane. Submitted again it has come to its
+            # end before the cancel begins; where it was withdrawn, that leaves one killed row.
+            await plane.many([op, Cancel(op.id)])
+        except LakeshoreError as exc:
+            logger.debug("the call of invocation %s was given up, and it could not be cancelled: %s", op.id, exc)
