@@ -1,12 +1,12 @@
-"""What is too large for a document stands in GridFS, and the document refers to it.
+"""Large bodies: bytes that do not fit into a document are stored in GridFS, and the document holds a reference.
 
-A document holds 16 MB. Of these an envelope may take 8, a result 4, a final frame 2 and the small parts the rest, so that
-together they always fit; a frame of its own may take 8. What is larger is written before the document that refers to it,
-so that whoever sees the document finds the bytes.
+A document holds 16 MB. An envelope may take 8 of them, a result 4, a final frame 2, and the small fields the rest, so that
+everything always fits; a separate frame may take 8. Larger bytes are written before the document that refers to them, so
+that a reader of the document finds them.
 
-The layout is GridFS's own, and any tool for it reads these files; they are written here because the driver writes the file's
-document last, and what breaks off before that nobody finds again. Here it comes first, and names the invocation that it is
-of: whatever became of an upload, it goes with the purge of its invocation.
+The layout is that of GridFS, so its tools can read the files. The driver writes the document of a file last, so that nothing
+finds the chunks of an interrupted upload. Here it is written first and names its invocation: the purge of the invocation
+also deletes interrupted uploads.
 """
 
 from __future__ import annotations
@@ -23,54 +23,69 @@ if TYPE_CHECKING:
 
     from pymongo.asynchronous.database import AsyncDatabase
 
-__all__ = ["ENVELOPE", "FINAL", "FRAME", "RESULT", "Bodies", "BytesLost", "is_ref"]
+__all__ = [
+    "MAX_INLINE_ENVELOPE",
+    "MAX_INLINE_FINAL_FRAME",
+    "MAX_INLINE_FRAME",
+    "MAX_INLINE_RESULT",
+    "Bodies",
+    "BytesLost",
+    "is_ref",
+]
 
 MB = 1 << 20
-ENVELOPE, RESULT, FINAL, FRAME = 8 * MB, 4 * MB, 2 * MB, 8 * MB
-"""Bytes up to which each of these stands in its document."""
-CHUNK = 4 * MB - 1024
-"""Bytes of a chunk: a large body is few round trips."""
-TOGETHER = 4
-"""Chunks that are sent at once."""
+MAX_INLINE_ENVELOPE = 8 * MB
+MAX_INLINE_RESULT = 4 * MB
+MAX_INLINE_FINAL_FRAME = 2 * MB
+MAX_INLINE_FRAME = 8 * MB
+"""The most bytes of each kind that its document holds itself."""
+CHUNK_BYTES = 4 * MB - 1024
+"""The size of a chunk: few round trips for a large body."""
+CHUNKS_PER_INSERT = 4
+"""Chunks that are sent in one round trip."""
 
 
 class BytesLost(PlaneUnavailable):
-    """What a document refers to is not there: a purge has passed by between the two, or somebody has deleted it."""
+    """The bytes that a document refers to do not exist: a purge ran in between, or they were deleted by hand."""
 
 
 def is_ref(value: Any) -> bool:
-    """Whether a field holds a reference in place of what it stands for."""
+    """True if the value of a field is a reference to stored bytes."""
     return isinstance(value, dict) and "ref" in value
 
 
 class Bodies:
-    """Uploads and downloads."""
+    """Stores, reads and deletes large bodies."""
 
     def __init__(self, database: AsyncDatabase[dict[str, Any]]) -> None:
-        self._files, self._chunks = database["bodies.files"], database["bodies.chunks"]
+        self._files = database["bodies.files"]
+        self._chunks = database["bodies.chunks"]
 
     async def store(self, data: bytes | None, limit: int, invocation: str) -> Any:
-        """What a field is to hold for `data`: the bytes themselves, or a reference to where they are now."""
+        """Return the value of a field for `data`: the bytes, or a reference after storing them."""
         if data is None or len(data) <= limit:
             return data
-        ref, view = ObjectId(), memoryview(data)
+        ref = ObjectId()
+        view = memoryview(data)
         file: dict[str, Any] = {
             "_id": ref,
             "filename": "body",
             "length": len(data),
-            "chunkSize": CHUNK,
-            "uploadDate": datetime.now(UTC),  # GridFS asks for one; nothing here goes by it
+            "chunkSize": CHUNK_BYTES,
+            "uploadDate": datetime.now(UTC),  # GridFS requires one; this package does not use it
             "metadata": {"invocation": invocation},
         }
         await self._files.insert_one(file)
-        numbers = range(-(-len(data) // CHUNK))
-        for first in numbers[::TOGETHER]:
-            some = [(n, view[n * CHUNK : (n + 1) * CHUNK]) for n in numbers[first : first + TOGETHER]]
+        numbers = range(-(-len(data) // CHUNK_BYTES))
+        for first in numbers[::CHUNKS_PER_INSERT]:
+            some = [
+                (n, view[n * CHUNK_BYTES : (n + 1) * CHUNK_BYTES]) for n in numbers[first : first + CHUNKS_PER_INSERT]
+            ]
             await self._chunks.insert_many([{"files_id": ref, "n": n, "data": bytes(part)} for n, part in some])
         return {"ref": ref, "length": len(data)}
 
     async def whole(self, value: Any) -> bytes | None:
-        """The bytes that a field holds or refers to."""
+        """Return the bytes that a field holds or refers to."""
         if value is None or isinstance(value, bytes):
             return value
         if not is_ref(value):
@@ -78,15 +93,15 @@ class Bodies:
         chunks = self._chunks.find({"files_id": value["ref"]}, {"data": 1}).sort("n", 1)
         data = b"".join([chunk["data"] async for chunk in chunks])
         if len(data) != value.get("length"):
-            raise BytesLost("the bytes that a document refers to are being purged with it, or are lost")
+            raise BytesLost("the bytes that a document refers to are purged or lost")
         return data
 
     async def drop(self, values: Iterable[Any]) -> None:
-        """Delete what these fields refer to."""
+        """Delete the bytes that these fields refer to."""
         await self._delete([value["ref"] for value in values if is_ref(value)])
 
     async def drop_all(self, invocations: Sequence[str]) -> None:
-        """Delete all that is of these invocations."""
+        """Delete all stored bytes of these invocations."""
         found = self._files.find({"metadata.invocation": {"$in": list(invocations)}}, {"_id": 1})
         await self._delete([file["_id"] async for file in found])
 

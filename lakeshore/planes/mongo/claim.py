@@ -1,4 +1,7 @@
-"""Claims: a findAndModify for each row, and what becomes of one whose answer was lost."""
+"""Claim: take due rows in order of priority and submit time, one findAndModify for each.
+
+A claim whose answer was lost, by a cancellation or a broken connection, is given back later by its poll id.
+"""
 
 from __future__ import annotations
 
@@ -30,46 +33,52 @@ __all__ = ["Claims"]
 
 logger = logging.getLogger("dreamlake.lakeshore.mongo")
 
-UNSURE = 30.0
-"""Seconds for which a claim whose answer was lost is looked for: the database may still be at it."""
-MOST_DELAYS = 10_000
-AT_ONCE = 8
-MOST_GATES = 1000
-REFUSED = 5
-"""Refusals, one after the other, that are not for what somebody else has just taken out of the way."""
-COUNTABLE = 2.0**53
-"""The first whole number after which a float knows not all of them."""
-_ROW = {"result": 0, "error": 0, "final": 0}
+LOST_ANSWER_TIMEOUT = 30.0
+"""Seconds for which claims whose answers were lost are given back: the database may still be working on them."""
+MAX_KNOWN_DELAYS = 10_000
+"""The most delays that an engine remembers; later ones are found by polling."""
+MAX_CONCURRENT_CLAIMS = 8
+"""Claims of one set of queues that run at the same time."""
+MAX_GATES = 1000
+"""The most sets of queues that are remembered before unused ones are dropped."""
+MAX_REJECTIONS = 5
+"""Rejected claims in a row, not counting those whose cause has been removed meanwhile."""
+MAX_EXACT_FLOAT = 2.0**53
+"""From here on a float does not represent every whole number."""
+_PROJECTION = {"result": 0, "error": 0, "final": 0}
 
 
 class _Gate:
-    """The claims of one set of queues: a few at a time, or one row would call on the database as often as there are idle
-    claimers. `emptied`: when the last of those began that found nothing; who had come before that need not look."""
+    """Limits the concurrent claims of one set of queues: one new row must not cause a query of every idle claimer.
+
+    emptied: the start number of the last claim that found nothing. Claims that arrived before it need no query.
+    """
 
     def __init__(self) -> None:
-        self.room, self.emptied = anyio.Semaphore(AT_ONCE), -1
+        self.room = anyio.Semaphore(MAX_CONCURRENT_CLAIMS)
+        self.emptied = -1
 
 
 class Claims:
-    """What one engine claims, and what it knows of delays that will be over."""
+    """The claims of one engine, and the delays that it knows of."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._unsure: dict[str, tuple[str, tuple[str, ...], float]] = {}  # by poll: worker, queues, until when
+        self._lost: dict[str, tuple[str, tuple[str, ...], float]] = {}  # by poll id: worker, queues, time limit
         self._delays: list[float] = []
         self._gates: dict[tuple[tuple[str, ...], bool], _Gate] = {}
         self._turns = count()
 
-    def delayed(self, until: float) -> None:
-        """A row became one that waits."""
-        if len(self._delays) < MOST_DELAYS:
+    def add_delay(self, until: float) -> None:
+        """Note that a row becomes due at `until`, by the database's clock."""
+        if len(self._delays) < MAX_KNOWN_DELAYS:
             heapq.heappush(self._delays, until)
 
     async def claim(self, op: Claim) -> list[Claimed]:
-        """Take rows. When that ends half way, what was taken goes back before the next claim, or is the repeated poll's."""
+        """Take rows. After an interruption they are given back before the next claim, or returned to the repeated poll."""
         check_names(worker=op.worker, poll=op.poll_id)
-        if self._unsure:
-            await self.settle()
+        if self._lost:
+            await self.give_back_lost()
         if op.poll_id is not None and (again := await self._again(op)):
             return again
         if not op.queues or op.limit < 1:
@@ -88,8 +97,10 @@ class Claims:
     def _gate(self, op: Claim) -> _Gate:
         key = op.queues, op.lease is None
         if key not in self._gates:
-            if len(self._gates) >= MOST_GATES:
-                self._gates = {key: gate for key, gate in self._gates.items() if gate.room.value < AT_ONCE}
+            if len(self._gates) >= MAX_GATES:
+                self._gates = {
+                    key: gate for key, gate in self._gates.items() if gate.room.value < MAX_CONCURRENT_CLAIMS
+                }
             self._gates[key] = _Gate()
         return self._gates[key]
 
@@ -102,35 +113,40 @@ class Claims:
             return []
         except BaseException:
             if op.poll_id is None:
-                self._unsure[poll] = op.worker, op.queues, time.monotonic() + UNSURE
+                self._lost[poll] = op.worker, op.queues, time.monotonic() + LOST_ANSWER_TIMEOUT
             raise
 
     async def _take(self, op: Claim, poll: str) -> list[Document]:
-        db, rows, promoted = self._db, list[Document](), False
+        db = self._db
+        rows: list[Document] = []
+        promoted = False
         if self._delays and self._delays[0] <= db.clock.now():
             await self.promote()
         queues = list(dict.fromkeys(op.queues))
-        # All of it equalities on the claim index, and its sort; see there.
+        # Only equalities on the fields of the claim index, and its sort order: see INDEXES in `documents`.
         due: Document = {"ns": db.ns, "state": "queued", "due": True}
         due["runConfig.queue"] = queues[0] if len(queues) == 1 else {"$in": queues}
         if op.lease is None:
-            due["nextSeq"] = 0  # such claimers number frames from 0
-        refused = 0
+            due["nextSeq"] = 0  # a worker without leases numbers its frames from 0
+        rejections = 0
         while len(rows) < op.limit:
             try:
                 row = await db.invocations.find_one_and_update(
                     due,
                     claim_update(op.worker, poll, op.lease, op.max_lost, db.clock.now()),
                     sort=CLAIM_SORT,
-                    projection=_ROW,
+                    projection=_PROJECTION,
                     return_document=ReturnDocument.AFTER,
                 )
             except OperationFailure as exc:
-                # Only what is refused: after any other failure a row may have been taken all the same.
+                # Only a rejection: after any other failure a row may have been taken.
                 if type(foreign(exc, db.name)) is not DispatchError:
                     raise
-                refused = 0 if await self._end_uncountable(due) else refused + 1
-                if refused == REFUSED:
+                if await self._end_uncountable(due):
+                    rejections = 0
+                else:
+                    rejections += 1
+                if rejections == MAX_REJECTIONS:
                     raise
                 continue
             if row is not None:
@@ -142,7 +158,10 @@ class Claims:
         return rows
 
     async def _end_uncountable(self, due: Document) -> bool:
-        """Whether the first due row was in the way, with an attempt to which nothing can be added, and is no more."""
+        """Fail the first due row if its attempt is not a number, which makes every claim of the queue fail.
+
+        Returns whether such a row was there and is gone.
+        """
         fields = {"attempt": 1, "state": 1}
         row = await self._db.invocations.find_one(due, fields, sort=CLAIM_SORT)
         if row is None:
@@ -150,47 +169,48 @@ class Claims:
         try:
             _count(row, "attempt")
         except ValueError as exc:
-            # Where it could not be ended, though nobody has changed it, the next look would find it again, and so for ever.
-            return (
-                await self._end(row, str(exc))
-                or await self._db.invocations.find_one(due, fields, sort=CLAIM_SORT) != row
-            )
+            if await self._fail(row, str(exc)):
+                return True
+            # It could not be failed: unless somebody has changed it, the next claim would find it again.
+            return await self._db.invocations.find_one(due, fields, sort=CLAIM_SORT) != row
         return False
 
     async def _again(self, op: Claim) -> list[Claimed]:
-        """What the poll has taken and still holds, renewed."""
+        """The claims that this poll took and still holds, with their leases renewed."""
         assert op.poll_id is not None
         db = self._db
         mine = {"ns": db.ns, "state": "running", "worker": op.worker, "pollId": _poll(op.poll_id)}
-        rows = await db.invocations.find(mine, _ROW).to_list()
+        rows = await db.invocations.find(mine, _PROJECTION).to_list()
         if any(row.get("lease") is not None for row in rows):
             ids = [row["_id"] for row in rows]
             renew = {"$set": lease_fields(op.lease, db.clock.now())}
             await db.invocations.update_many(mine | {"_id": {"$in": ids}, "lease": {"$ne": None}}, renew)
-        rows.sort(key=_turn)
+        rows.sort(key=_claim_order)
         return await self._readable(rows)
 
     async def _readable(self, rows: list[Document]) -> list[Claimed]:
-        """What was claimed. A row whose document nobody can read ends, or every claim of its queue would end at it."""
+        """Decode claimed rows. A row that cannot be decoded is failed, or every claim of its queue would stop at it."""
         found: list[Claimed] = []
         for row in rows:
             try:
                 found.append(await self._claimed(row))
             except (BytesLost, KeyError, TypeError, ValueError, AttributeError) as exc:
-                await self._end(row, f"{type(exc).__name__}: {exc!s:.200}")
+                await self._fail(row, f"{type(exc).__name__}: {exc!s:.200}")
         return found
 
-    async def _end(self, row: Document, why: str) -> bool:
-        """End a row, if it is still the one that was read; whether it was."""
-        said = f"its document, or what that refers to, cannot be read: {why}"
-        over = unreadable_update(Failure("WireError", said).as_dict(), self._db.clock.now())
-        same: Document = {
-            name: {"$eq": row[name]} for name in ("_id", "state", "worker", "pollId", "attempt") if name in row
-        }
-        ended = (await self._db.invocations.update_one(same, over)).matched_count > 0
-        if ended:
-            logger.warning("invocation %r failed: %s", row["_id"], said)
-        return ended
+    async def _fail(self, row: Document, reason: str) -> bool:
+        """Fail a row that cannot be decoded, unless it has changed meanwhile. Returns whether it was failed."""
+        message = f"its document, or what that refers to, cannot be read: {reason}"
+        update = unreadable_update(Failure("WireError", message).as_dict(), self._db.clock.now())
+        unchanged: Document = {}
+        for name in ("_id", "state", "worker", "pollId", "attempt"):
+            if name in row:
+                unchanged[name] = {"$eq": row[name]}
+        result = await self._db.invocations.update_one(unchanged, update)
+        if result.matched_count == 0:
+            return False
+        logger.warning("invocation %r failed: %s", row["_id"], message)
+        return True
 
     async def _claimed(self, row: Document) -> Claimed:
         self._db.incarnations.remember(row)
@@ -211,43 +231,54 @@ class Claims:
         )
 
     async def promote(self) -> int:
-        """Make rows due whose delay is over; how many."""
-        db, now = self._db, self._db.clock.now()
+        """Make rows due whose delay is over. Returns their number."""
+        db = self._db
+        now = db.clock.now()
         while self._delays and self._delays[0] <= now:
             heapq.heappop(self._delays)
         over = {"ns": db.ns, "due": False, "wakeAt": {"$lte": date(now)}}
         update = {"$set": {"due": True, "notBefore": None, "wakeAt": None}}
         return (await db.invocations.update_many(over, update)).modified_count
 
-    async def settle(self) -> set[str]:
-        """Give back what claims have taken whose answers were lost; the queues in which there may be something now."""
-        if not self._unsure:
+    async def give_back_lost(self) -> set[str]:
+        """Give back rows of claims whose answers were lost. Returns the queues in which rows may be due again."""
+        if not self._lost:
             return set()
-        db, unsure = self._db, dict(self._unsure)
-        workers = list({worker for worker, _, _ in unsure.values()})
-        taken = {"ns": db.ns, "state": "running", "worker": {"$in": workers}, "pollId": {"$in": list(unsure)}}
+        db = self._db
+        lost = dict(self._lost)
+        workers = list({worker for worker, _, _ in lost.values()})
+        taken = {"ns": db.ns, "state": "running", "worker": {"$in": workers}, "pollId": {"$in": list(lost)}}
         given = await db.invocations.update_many(taken, requeue_update(False, None, None))
         now = time.monotonic()
-        for poll, (_, _, until) in unsure.items():
+        for poll, (_, _, until) in lost.items():
             if until <= now:
-                self._unsure.pop(poll, None)
-        return {queue for _, queues, _ in unsure.values() for queue in queues} if given.modified_count else set()
+                self._lost.pop(poll, None)
+        if not given.modified_count:
+            return set()
+        return {queue for _, queues, _ in lost.values() for queue in queues}
 
 
-def _turn(row: Document) -> tuple[float, Timestamp]:
-    """CLAIM_SORT, of rows that are here."""
-    priority, at = row.get("priority"), row.get("submittedAt")
-    return (
-        -priority if isinstance(priority, int | float) else 0,
-        at if isinstance(at, Timestamp) else Timestamp(0, 0),
-    )
+def _claim_order(row: Document) -> tuple[float, Timestamp]:
+    """The sort key of CLAIM_SORT for rows that are already read."""
+    priority = row.get("priority")
+    if not isinstance(priority, int | float):
+        priority = 0
+    submitted = row.get("submittedAt")
+    if not isinstance(submitted, Timestamp):
+        submitted = Timestamp(0, 0)
+    return -priority, submitted
 
 
 def _count(row: Document, name: str) -> int:
-    """A field that is added to, here or by the claim's end: what is none spoils the batch of the update that tries."""
+    """Read a counter. Anything but a whole number would fail the whole batch of the update that adds to it."""
     value = row.get(name)
-    # Some shells write every number as a float.
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < COUNTABLE and value % 1 == 0:
+    # The shells of some databases write every number as a float.
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 <= value < MAX_EXACT_FLOAT
+        and value % 1 == 0
+    ):
         return int(value)
     raise ValueError(f"expected a whole number from 0 on as its {name}, got {value!r:.100}")
 

@@ -1,4 +1,4 @@
-"""The database's clock, as this process knows it without asking each time."""
+"""The database's clock, estimated in this process between two reads of it."""
 
 from __future__ import annotations
 
@@ -14,54 +14,55 @@ if TYPE_CHECKING:
 
 __all__ = ["DatabaseClock"]
 
-FRESH = 5.0
-"""Seconds after which the database is asked again, along with the next thing that time asks for."""
+READ_INTERVAL = 5.0
+"""Seconds after which the clock is read again, together with the next check for what is due."""
 
 
 class DatabaseClock:
-    """Seconds since the epoch by the database's clock: its last answer, and what a monotonic clock says has passed since.
+    """Seconds since the epoch by the database's clock: its last answer plus the monotonic time since.
 
-    The answer was true at some moment between the question and its arrival. The time given here begins at the arrival,
-    so it is never ahead of the database: no lease is over here before it is over there.
+    The answer was right at some moment before it arrived, and the time here counts from the arrival. So it is never ahead
+    of the database: no lease expires here before it expires there.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[float]], steady: Callable[[], float] = time.monotonic) -> None:
-        self._ask, self._steady = ask, steady
+        self._ask = ask
+        self._steady = steady
         self._offset: float | None = None
         self._asked = 0.0
-        self._mercy = 0.0
+        self._grace_until = 0.0
         self._stamp = (0, 0)
 
     def now(self) -> float:
-        """The time. The clock must have been read before."""
+        """The current time. The clock must have been read before."""
         assert self._offset is not None
         return self._steady() + self._offset
 
     async def read(self) -> None:
-        """Ask the database."""
-        said = await self._ask()
-        self.heard(said)
+        """Read the database's clock."""
+        self.set(await self._ask())
 
     async def refresh(self) -> None:
-        """Ask the database, if its last answer is some seconds old."""
-        if self._steady() - self._asked >= FRESH:
+        """Read the database's clock if the last answer is some seconds old."""
+        if self._steady() - self._asked >= READ_INTERVAL:
             await self.read()
 
-    def heard(self, said: float) -> None:
-        """The database has just said what time it is."""
+    def set(self, time: float) -> None:
+        """Take `time`, which the database has just answered, as the current time."""
         ticks = self._steady()
-        offset, self._offset = self._offset, said - ticks
+        before = self._offset
+        self._offset = time - ticks
         self._asked = ticks
-        if offset is not None and self._offset - offset > CLOCK_STEP:
-            self._mercy = ticks + CLOCK_STEP_GRACE
+        if before is not None and self._offset - before > CLOCK_STEP:
+            self._grace_until = ticks + CLOCK_STEP_GRACE
 
     @property
-    def merciful(self) -> bool:
-        """Whether no lease is to be judged now, since the clock made a step a moment ago."""
-        return self._steady() < self._mercy
+    def stepped(self) -> bool:
+        """True for a while after the clock jumped ahead: no lease may expire meanwhile."""
+        return self._steady() < self._grace_until
 
     def stamp(self) -> Timestamp:
-        """A timestamp later than any that this process has made, for servers that make none themselves."""
+        """A timestamp later than all that this process has made, for servers that do not create them."""
         now = self.now()
         made = int(now), int(now % 1 * 4_000_000_000)
         if made <= self._stamp:

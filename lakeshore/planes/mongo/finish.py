@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import InvocationNotFound
 from ..contract.failures import claim_lost
 from ..contract.records import TERMINAL
-from .bodies import FINAL, RESULT
+from .bodies import MAX_INLINE_FINAL_FRAME, MAX_INLINE_RESULT
 from .documents import Document, is_same_claim, key_of
 from .fences import FENCE_FIELDS, fence_filter, store_error, update_each
 from .updates import finish_update, projection
@@ -34,8 +34,8 @@ async def finish(db: Database, ops: Sequence[Finish]) -> list[Any]:
             answers[at] = ValueError(f"a finish names one of {sorted(TERMINAL)}, not {op.state!r}")
             continue
         key = key_of(db.ns, op.fence.id)
-        result = await db.bodies.store(op.result or None, RESULT, key)
-        final = None if op.final is None else await db.bodies.store(op.final.bytes, FINAL, key)
+        result = await db.bodies.store(op.result or None, MAX_INLINE_RESULT, key)
+        final = None if op.final is None else await db.bodies.store(op.final.bytes, MAX_INLINE_FINAL_FRAME, key)
         error = await store_error(db, op.error, op.fence.id)
         stored[at] = [result, final, error]
         frame = None if op.final is None else (op.final.seq, final)

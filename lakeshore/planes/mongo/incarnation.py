@@ -1,4 +1,4 @@
-"""Which invocation an id is: it may be used again after a purge, and what comes late is told apart by that."""
+"""Incarnations: which invocation an id means. An id may be used again after a purge; late messages name the old one."""
 
 from __future__ import annotations
 
@@ -13,44 +13,51 @@ if TYPE_CHECKING:
 
 __all__ = ["Incarnations"]
 
-MOST = 50_000
-"""Ids that are kept in mind; beyond that the oldest are forgotten, and read again when they are asked for."""
+MAX_IDS = 50_000
+"""The most ids to remember; the oldest are forgotten and read again when needed."""
 
 
 class Incarnations:
-    """The latest invocation that one engine has seen under each id. `read` gives the documents of ids it has not."""
+    """The latest invocation that one engine has seen under each id; `read` returns the documents of other ids."""
 
     def __init__(self, read: Callable[[Sequence[str]], Awaitable[list[Document]]]) -> None:
         self._read = read
         self._seen: dict[str, tuple[Timestamp, str]] = {}
 
     def remember(self, row: Document) -> None:
-        """Keep in mind which invocation of its id this row is. Of two reads the answers may come in either order."""
-        id, at = row["id"], row.get("submittedAt")
-        if not isinstance(at, Timestamp):  # a stranger's: nothing is told of it, everything looked up
+        """Remember the incarnation of this row. The answers of two reads may arrive in either order."""
+        id = row["id"]
+        at = row.get("submittedAt")
+        if not isinstance(at, Timestamp):  # not written by this package: always read from the database
             return
         known = self._seen.get(id)
         if known is not None and known[0] > at:
             return
-        if known is None and len(self._seen) >= MOST:
+        if known is None and len(self._seen) >= MAX_IDS:
             del self._seen[next(iter(self._seen))]
         self._seen[id] = at, birth_of(row)
 
     def forget(self, ids: Iterable[str]) -> None:
-        """These ids are being submitted, maybe again."""
+        """Forget ids that are being submitted, perhaps again."""
         for id in ids:
             self._seen.pop(id, None)
 
     def known(self, id: str) -> str | None:
-        """Which invocation `id` is, as far as has been seen."""
+        """The incarnation last seen under `id`, or None."""
         seen = self._seen.get(id)
-        return None if seen is None else seen[1]
+        if seen is None:
+            return None
+        return seen[1]
 
     async def of(self, ids: Sequence[str]) -> dict[str, str]:
-        """Which invocation each of `ids` is, of those that are there. Raises what `read` does."""
-        incarnations = {id: birth for id in ids if (birth := self.known(id)) is not None}
-        if unknown := [id for id in ids if id not in incarnations]:
+        """The incarnations of those `ids` that exist. Raises what `read` raises."""
+        unknown = [id for id in ids if self.known(id) is None]
+        if unknown:
             for row in await self._read(unknown):
                 self.remember(row)
-            incarnations |= {id: birth for id in unknown if (birth := self.known(id)) is not None}
-        return incarnations
+        found: dict[str, str] = {}
+        for id in ids:
+            incarnation = self.known(id)
+            if incarnation is not None:
+                found[id] = incarnation
+        return found

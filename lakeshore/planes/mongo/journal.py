@@ -20,32 +20,38 @@ if TYPE_CHECKING:
     from .connection import Database
     from .redis_news import RedisNews
 
-__all__ = ["failure_of", "journal", "page", "settles"]
+__all__ = ["failure_of", "journal", "page", "skip_time"]
 
 _PAGE = ("id", "state", "nextSeq", "closed", "final", "error", "submittedAt", "begins", "startedAt")
 
 
-SETTLES = 5.0
-"""Seconds after the begin of a claim for which frames of the one before it may still be on their way."""
+MISSING_FRAMES_TIMEOUT = 5.0
+"""Seconds after the start of a claim for which readers wait for missing frames of the claim before it."""
 
 
 class _Gathered:
-    """Frames of one page, up to its bounds. complete: nothing was left out. gapless: the number from which on none may be
-    missing; None: any may."""
+    """The frames of one page, up to its bounds.
+
+    complete: whether nothing was left out. gapless: the number from which on no frame may be missing; None: any may.
+    """
 
     def __init__(self, since: int, limit: int, max_bytes: int, gapless: int | None) -> None:
         self.frames: Frames = []
         self.complete = True
-        self._next, self.limit, self._max_bytes, self._gapless = max(since, -1) + 1, limit, max_bytes, gapless
+        self.limit = limit
+        self._next = max(since, -1) + 1
+        self._max_bytes = max_bytes
+        self._gapless = gapless
         self._size = 0
 
     def fits(self, seq: int, length: int) -> bool:
-        """Whether a frame of this number and length may be added; after one that may not there are no more."""
+        """Whether a frame of this number and length may be added; after the first that may not, the page ends."""
         if seq != self._next and self._gapless is not None and seq > self._gapless:
             self.complete = False
         elif len(self.frames) == self.limit or (self.frames and self._size + length > self._max_bytes):
             self.complete = False
-        self._next, self._size = seq + 1, self._size + length
+        self._next = seq + 1
+        self._size += length
         return self.complete
 
     def add(self, seq: int, data: bytes) -> None:
@@ -53,43 +59,51 @@ class _Gathered:
 
 
 async def page(db: Database, live: RedisNews | None, id: str, since: int, limit: int, max_bytes: int) -> Page:
-    """Frames after `since`. The row is read before its frames: what it says then holds for the frames found."""
+    """Read the frames after `since`. The row is read first, so its state holds for all frames that are found."""
     key = key_of(db.ns, id)
     row = await db.invocations.find_one({"_id": key}, projection(_PAGE))
     if row is None:
         raise InvocationNotFound(id)
-    state, ended = row["state"], row["state"] in TERMINAL
+    state = row["state"]
+    ended = state in TERMINAL
     closed = row["closed"] is not None
-    if closed and not ended and row["closed"]["seq"] >= 0:  # by an append, whose frames may still be on their way
+    if (
+        closed and not ended and row["closed"]["seq"] >= 0
+    ):  # an append closed it, and its frames may not be inserted yet
         closed = await db.frames.find_one({"invocation": key, "seq": row["closed"]["seq"]}, {"_id": 1}) is not None
     whole = ended or closed
-    found = _Gathered(since, limit, max_bytes, None if whole else _written_from(db, row))
+    found = _Gathered(since, limit, max_bytes, None if whole else _gapless_from(db, row))
     error = await failure_of(db, row) if ended else None
     await _gather(db, live, row, found, since, error)
     return Page(found.frames, whole and found.complete, state, error)
 
 
-def settles(row: Document) -> float:
-    """When readers go on behind what the claims before the last one have not written; 0 where there is no claim."""
-    began = seconds(row["startedAt"]) if isinstance(row.get("startedAt"), DatetimeMS) else None
-    return 0.0 if began is None else began + SETTLES
+def skip_time(row: Document) -> float:
+    """The time at which readers skip missing frames of earlier claims; 0 if no claim has started."""
+    if not isinstance(row.get("startedAt"), DatetimeMS):
+        return 0.0
+    started = seconds(row["startedAt"])
+    if started is None:
+        return 0.0
+    return started + MISSING_FRAMES_TIMEOUT
 
 
-def _written_from(db: Database, row: Document) -> int:
-    """The number from which on every frame that was promised is there, or will be: what claims before the last one have not
-    written by now, they never do."""
-    return int(row["begins"]) if 0.0 < settles(row) <= db.clock.now() else 0
+def _gapless_from(db: Database, row: Document) -> int:
+    """The number from which on every reserved frame is there or will come: earlier claims write nothing any more."""
+    if 0.0 < skip_time(row) <= db.clock.now():
+        return int(row["begins"])
+    return 0
 
 
 async def journal(db: Database, row: Document, since: int, limit: int, max_bytes: int) -> tuple[Frames, bool]:
-    """Frames after `since` of an invocation's document, gaps or not; whether more follow."""
+    """The frames after `since`, with or without gaps, and whether more follow."""
     found = _Gathered(since, limit, max_bytes, None)
     await _gather(db, None, row, found, since, await failure_of(db, row))
     return found.frames, not found.complete
 
 
 async def failure_of(db: Database, row: Document) -> Failure | None:
-    """The error in a document, wherever it stands."""
+    """The error of a document, wherever it is stored."""
     error = row.get("error")
     return failure_in(await db.bodies.whole(error) if is_ref(error) else error)
 
@@ -122,7 +136,7 @@ async def _from_database(db: Database, found: _Gathered, key: str, since: int) -
 
 
 async def _from_live(live: RedisNews, found: _Gathered, row: Document, since: int, upto: int) -> bool:
-    """Whether Redis has all of the frames of a page, without a gap; then they are in it."""
+    """Take the frames of a page from Redis. Returns False, and takes none, unless Redis has all of them."""
     frames = await live.frames(row["id"], birth_of(row), since, min(upto, since + found.limit + 1))
     for seq, data in frames or ():
         if not found.fits(seq, len(data)):

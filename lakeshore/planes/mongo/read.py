@@ -97,4 +97,4 @@ async def is_due(db: Database, since: Document) -> bool:
     if await db.invocations.find_one({"ns": db.ns, "due": False} | over, {"_id": 1}):
         return True
     late = {"ns": db.ns, "due": True} | over | since
-    return not db.clock.merciful and await db.invocations.find_one(late, {"_id": 1}) is not None
+    return not db.clock.stepped and await db.invocations.find_one(late, {"_id": 1}) is not None

@@ -1,7 +1,7 @@
-"""What is published on Redis: the news of one push, in one message.
+"""Messages on Redis: the news of one push, in one message.
 
-How an invocation ended rides along where it is small, so that who waits for it does not read it again. It names its birth: a
-message that comes late is about an invocation that may have been purged since, and its id used again.
+A small outcome is part of the message, so that waiting callers need not read it from the database. It names the incarnation
+of its invocation: when a message arrives late, the invocation may be purged and its id used again.
 """
 
 from __future__ import annotations
@@ -17,72 +17,76 @@ from .documents import failure_in
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["KINDS", "SMALL", "Told", "pack", "unpack"]
+__all__ = ["KINDS", "MAX_OUTCOME_BYTES", "PublishedNews", "pack", "unpack"]
 
-SMALL = 4096
-"""Bytes of an outcome that rides along, at most."""
-NAMES = 500
-"""Names of one kind in one message, and outcomes; of more names the message says only that there are some."""
+MAX_OUTCOME_BYTES = 4096
+"""Larger outcomes are not part of the message."""
+MAX_NAMES = 500
+"""The most names of one kind, and the most outcomes, in one message; None stands for more names than that."""
 KINDS: tuple[Kind, ...] = ("queue", "id", "journal", "claims")
 _ENDS = "ends"
 
 
-class Told(NamedTuple):
-    """News, and the birth of the invocation whose outcome it brings."""
+class PublishedNews(NamedTuple):
+    """News, and the incarnation of the invocation whose outcome it contains."""
 
     news: News
-    birth: str | None = None
+    incarnation: str | None = None
 
 
-def pack(some: Iterable[Told]) -> bytes | None:
-    """One message; None where there is nothing to say."""
+def pack(some: Iterable[PublishedNews]) -> bytes | None:
+    """Encode news as one message; None if there is no news."""
     names: dict[Kind, dict[str | None, None]] = {kind: {} for kind in KINDS}
     ends: dict[str, bytes] = {}
-    for (kind, name, outcome, _), birth in some:
-        if name is not None and outcome is not None and birth is not None and len(ends) < NAMES:
-            data = _small(outcome, birth)
+    for (kind, name, outcome, _), incarnation in some:
+        if name is not None and outcome is not None and incarnation is not None and len(ends) < MAX_NAMES:
+            data = _small(outcome, incarnation)
             if data is not None:
                 ends[name] = data
                 continue
         names[kind][name] = None
     message: dict[str, Any] = {
-        kind: None if None in named or len(named) > NAMES else [*named] for kind, named in names.items() if named
+        kind: None if None in named or len(named) > MAX_NAMES else [*named] for kind, named in names.items() if named
     }
     if ends:
         message[_ENDS] = ends
     return packb(message, unicode_errors="surrogatepass") if message else None
 
 
-def _small(outcome: Outcome, birth: str) -> bytes | None:
+def _small(outcome: Outcome, incarnation: str) -> bytes | None:
     error = outcome.error
-    if len(outcome.result or b"") > SMALL or (error is not None and len(error.message) > SMALL):
+    if len(outcome.result or b"") > MAX_OUTCOME_BYTES or (error is not None and len(error.message) > MAX_OUTCOME_BYTES):
         return None
     try:
-        data = packb([birth, outcome.state, outcome.result or None, None if error is None else error.as_dict()])
+        data = packb([incarnation, outcome.state, outcome.result or None, None if error is None else error.as_dict()])
     except (ValueError, TypeError, OverflowError):  # the database holds it in another way
         return None
-    return data if len(data) <= SMALL else None
+    return data if len(data) <= MAX_OUTCOME_BYTES else None
 
 
-def unpack(message: Any) -> list[Told]:
-    """The news in a message. Whoever reaches the channel can write there: what is none is ignored."""
+def unpack(message: Any) -> list[PublishedNews]:
+    """Decode a message. Anything else on the channel is ignored: others can write to it."""
     read = _unpacked(message)
     fields: Mapping[Any, Any] = cast("Mapping[Any, Any]", read) if isinstance(read, dict) else {}
-    told: list[Told] = []
+    found: list[PublishedNews] = []
     for kind in KINDS:
         names = fields.get(kind, ())
         some = cast("Sequence[Any]", names) if isinstance(names, list) else ()
-        if names is None or len(some) > NAMES:  # so many are of no writer of ours
-            told.append(Told(News(kind)))
+        if names is None or len(some) > MAX_NAMES:  # None, or more names than this package sends: any name may be meant
+            found.append(PublishedNews(News(kind)))
         else:
-            told += [Told(News(kind, name)) for name in some if isinstance(name, str)]
+            found += [PublishedNews(News(kind, name)) for name in some if isinstance(name, str)]
     ends: Any = fields.get(_ENDS)
     if isinstance(ends, dict):
         ended = cast("Mapping[Any, Any]", ends)
-        told += [_told(id, _unpacked(data)) for id, data in islice(ended.items(), NAMES) if isinstance(id, str)]
-        if len(ended) > NAMES:
-            told.append(Told(News("id")))
-    return told
+        found += [
+            _published_outcome(id, _unpacked(data))
+            for id, data in islice(ended.items(), MAX_NAMES)
+            if isinstance(id, str)
+        ]
+        if len(ended) > MAX_NAMES:
+            found.append(PublishedNews(News("id")))
+    return found
 
 
 def _unpacked(data: Any) -> Any:
@@ -92,11 +96,11 @@ def _unpacked(data: Any) -> Any:
         return None
 
 
-def _told(id: str, fields: Any) -> Told:
-    """An outcome, or where it is none, the hint that there may be one."""
+def _published_outcome(id: str, fields: Any) -> PublishedNews:
+    """An outcome; for anything else the hint that there may be one."""
     match fields:
-        case [str(birth), str(state), bytes() | None as result, error] if state in TERMINAL:
+        case [str(incarnation), str(state), bytes() | None as result, error] if state in TERMINAL:
             failure = failure_in(error)
-            return Told(News("id", id, Outcome(id, state, result, failure)), birth)
+            return PublishedNews(News("id", id, Outcome(id, state, result, failure)), incarnation)
         case _:
-            return Told(News("id", id))
+            return PublishedNews(News("id", id))

@@ -50,5 +50,5 @@ async def requeue(db: Database, claims: Claims, op: Requeue) -> Requeued:
         raise claim_lost(op.fence, seen["state"], seen["attempt"])
     delayed = row["state"] == "queued" and until is not None
     if delayed and until is not None:
-        claims.delayed(until)
+        claims.add_delay(until)
     return Requeued(row["state"], row["runConfig"]["queue"], delayed)

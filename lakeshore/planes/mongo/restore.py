@@ -12,7 +12,7 @@ from ...ids import check_id, check_queue
 from ...limits import MAX_FRAMES_PER_PAGE
 from ..contract.operations import Restore, Submit, check_restore
 from ..contract.records import TERMINAL
-from .bodies import ENVELOPE, FRAME, RESULT, BytesLost, is_ref
+from .bodies import MAX_INLINE_ENVELOPE, MAX_INLINE_FRAME, MAX_INLINE_RESULT, BytesLost, is_ref
 from .connection import DUPLICATE, Database, foreign
 from .documents import SMALL, Document, check_names, date, invocation, key_of, seconds
 from .fences import store_error, update_each
@@ -167,7 +167,7 @@ async def _entered(db: Database, op: Restore) -> Document:
     """A new row whose journal is still to come."""
     key = key_of(db.ns, op.id)
     submit = Submit(op.id, op.queue, b"", op.key, op.priority, op.parent)
-    envelope = await db.bodies.store(op.body, ENVELOPE, key)
+    envelope = await db.bodies.store(op.body, MAX_INLINE_ENVELOPE, key)
     config = await db.bodies.store(op.config, SMALL, key)
     document = invocation(db.ns, submit, op.root, envelope, config, db.submitted_at(), op.submitted_at)
     return document | {
@@ -187,7 +187,7 @@ async def _stands(db: Database, op: Restore) -> Document:
         last = op.frames[-1][0] if op.frames else -1
         fields["closed"] = {"seq": Int64(last), "attempt": 0}
     if ended:
-        result = await db.bodies.store(op.result or None, RESULT, key_of(db.ns, op.id))
+        result = await db.bodies.store(op.result or None, MAX_INLINE_RESULT, key_of(db.ns, op.id))
         finished = now if op.finished_at is None else op.finished_at
         return fields | {"worker": op.worker, "result": result, "finishedAt": date(finished)}
     waits = op.not_before is not None and op.not_before > now
@@ -215,7 +215,7 @@ async def _write_frames(db: Database, ops: Sequence[Restore]) -> None:
                 "seq": Int64(seq),
                 "attempt": 0,
                 "final": seq == last,
-                "bytes": await db.bodies.store(data, FRAME, key),
+                "bytes": await db.bodies.store(data, MAX_INLINE_FRAME, key),
             }
             for seq, data in op.frames
         ]

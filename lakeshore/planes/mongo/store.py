@@ -110,7 +110,7 @@ class MongoStore:
         db: Database | None = getattr(self, "_db", None)
         with anyio.move_on_after(CLOSE_TIMEOUT), suppress(LakeshoreError):
             if db is not None:
-                await call_driver(db.name, self._claims.settle)
+                await call_driver(db.name, self._claims.give_back_lost)
         if redis is not None:
             await redis.close()
         if db is not None:
@@ -234,7 +234,7 @@ class MongoStore:
                 if appended.duplicates == 0:  # duplicates were published when they were new
                     redis.add(op.fence.id, op.first_seq, op.frames)
             news += news_of(op, answer)
-        redis.tell(news, incarnations)
+        redis.publish(news, incarnations)
 
     # Reads
 
@@ -274,8 +274,8 @@ class MongoStore:
     async def _due(self) -> list[Operation]:
         await self._db.clock.refresh()
         self._clock_read_at = time.monotonic()
-        if (queues := await self._claims.settle()) and self._redis is not None:
-            self._redis.tell([News("queue", queue) for queue in queues])
+        if (queues := await self._claims.give_back_lost()) and self._redis is not None:
+            self._redis.publish([News("queue", queue) for queue in queues])
         if await read.is_due(self._db, since_limit(self._db, self._since)):
             return [Reap(since=self._since)]
         return []

@@ -1,4 +1,4 @@
-"""Submits: many in one insert, where the database itself decides who was first."""
+"""Submit: insert invocations; unique indexes decide which of two submits with one id or key was first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pymongo.errors import BulkWriteError
 
 from ...errors import PlaneUnavailable
-from .bodies import ENVELOPE, is_ref
+from .bodies import MAX_INLINE_ENVELOPE, is_ref
 from .connection import DUPLICATE, Database, foreign
 from .documents import SMALL, Document, check_names, invocation, key_of
 
@@ -22,7 +22,7 @@ __all__ = ["as_exception", "holding", "insert_errors", "submit"]
 
 
 async def submit(db: Database, ops: Sequence[Submit]) -> list[Any]:
-    """The ids that hold, one for each."""
+    """Insert invocations. Returns for each the id that holds: with a key that is taken, the id of its first submit."""
     answers: list[Any] = []
     for run in _apart(ops):
         answers += await _submit(db, run)
@@ -30,13 +30,14 @@ async def submit(db: Database, ops: Sequence[Submit]) -> list[Any]:
 
 
 def _apart(ops: Sequence[Submit]) -> Iterator[list[Submit]]:
-    """Children are not inserted together with the parents whose root they take."""
+    """Split submits so that no child is inserted together with its parent, whose root it takes."""
     run: list[Submit] = []
     ids: set[str] = set()
     for op in ops:
         if op.parent in ids:
             yield run
-            run, ids = [], set()
+            run = []
+            ids = set()
         run.append(op)
         ids.add(op.id)
     if run:
@@ -44,14 +45,15 @@ def _apart(ops: Sequence[Submit]) -> Iterator[list[Submit]]:
 
 
 async def _submit(db: Database, ops: list[Submit]) -> list[Any]:
-    for op in ops:  # before anything is written; where one is refused, each is sent alone
+    for op in ops:  # before anything is written: if one is rejected, each is sent alone
         check_names(queue=op.queue, key=op.key, parent=op.parent)
     roots = await _roots(db, [op.parent for op in ops if op.parent is not None])
-    now, documents = db.clock.now(), list[Document]()
+    now = db.clock.now()
+    documents: list[Document] = []
     for op in ops:
         key = key_of(db.ns, op.id)
         root = None if op.parent is None else roots.get(op.parent) or op.parent
-        envelope = await db.bodies.store(op.body, ENVELOPE, key)
+        envelope = await db.bodies.store(op.body, MAX_INLINE_ENVELOPE, key)
         config = await db.bodies.store(op.config, SMALL, key)
         documents.append(invocation(db.ns, op, root, envelope, config, db.submitted_at(), now))
     answers: list[Any] = [op.id for op in ops]
@@ -70,9 +72,13 @@ async def _submit(db: Database, ops: list[Submit]) -> list[Any]:
             op = ops[at]
             answers[at] = op.id if op.key is None else held.get((op.id, None)) or held.get((op.queue, op.key))
             if answers[at] not in (None, op.id) and is_ref(documents[at]["envelope"]):
-                await db.bodies.drop_all([documents[at]["_id"]])  # its id is nobody's: no purge will come for it
-            if answers[at] is None:  # purged since
-                answers[at] = PlaneUnavailable(f"the invocation with key {op.key!r:.100} went just now; submit again")
+                await db.bodies.drop_all(
+                    [documents[at]["_id"]]
+                )  # no row has this id, so no purge would delete its bodies
+            if answers[at] is None:  # purged meanwhile
+                answers[at] = PlaneUnavailable(
+                    f"the invocation with key {op.key!r:.100} was purged during the submit; submit again"
+                )
     return answers
 
 
@@ -83,19 +89,21 @@ def as_exception(error: Document) -> OperationFailure:
 
 
 async def insert_errors(db: Database, collection: Any, documents: list[Document]) -> dict[int, Document]:
-    """Insert documents; the errors of those that were refused, by their place."""
+    """Insert documents. Returns the errors of those that were rejected, by their position."""
     try:
         await collection.insert_many(documents, ordered=False)
     except BulkWriteError as exc:
         details: Any = exc.details or {}
         if details.get("writeConcernErrors"):
-            raise PlaneUnavailable(f"{db.name} could not say that a majority has what was written") from exc
+            raise PlaneUnavailable(
+                f"{db.name} did not confirm that a majority of its servers has the documents"
+            ) from exc
         return {error["index"]: error for error in details.get("writeErrors", ())}
     return {}
 
 
 async def _roots(db: Database, parents: list[str]) -> dict[str, str | None]:
-    """The roots of these parents, of those that are there."""
+    """The roots of those parents that exist."""
     if not parents:
         return {}
     keys = list({key_of(db.ns, parent) for parent in parents})
@@ -104,8 +112,10 @@ async def _roots(db: Database, parents: list[str]) -> dict[str, str | None]:
 
 
 async def holding(db: Database, wanted: list[tuple[str, str, str | None]]) -> dict[tuple[str, str | None], str]:
-    """The ids that hold for rows that were refused, each as (id, queue, key): their own by (id, None), and those of their
-    keys by (queue, key)."""
+    """Find the ids that hold for rejected submits, each given as (id, queue, key).
+
+    Returns the existing ids under (id, None), and the ids that hold their keys under (queue, key).
+    """
     if not wanted:
         return {}
     by_id = {"_id": {"$in": [key_of(db.ns, id) for id, _, _ in wanted]}}

@@ -1,4 +1,4 @@
-"""What others change: heard through Redis, and looked for in the database where it is not there, or as a net."""
+"""Watch for changes by other engines: through Redis, and by polling the database if Redis is down or misses news."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import LakeshoreError
 from ..contract.news import News
 from .connection import call_driver
 from .documents import Document, date, key_of, seconds
-from .journal import settles
+from .journal import skip_time
 from .redis_messages import KINDS
 
 if TYPE_CHECKING:
@@ -29,74 +29,81 @@ __all__ = ["watch"]
 
 logger = logging.getLogger("dreamlake.lakeshore.mongo")
 
-QUICK = 0.15
-"""Seconds between two looks at the database while nothing else tells."""
-SLOW = 1.0
-"""Seconds between two looks as a net below Redis."""
-RETRY = 0.5
-HEAR = 5.0
-ALL = 15.0
-"""Seconds after which everybody who waits looks for himself."""
-OVERLAP = 5.0
-"""Seconds that a write may take from its time stamp to where it is seen, and a frame from its promise."""
-MOST = 2000
-MOST_JOURNALS = 500
+POLL_INTERVAL = 0.15
+"""Seconds between two polls of the database without Redis."""
+REDIS_POLL_INTERVAL = 1.0
+"""Seconds between two polls of the database while Redis delivers news."""
+RETRY_PAUSE = 0.5
+"""Seconds before the next attempt to reach Redis."""
+RECEIVE_TIMEOUT = 5.0
+"""Seconds of one wait for news from Redis."""
+WAKE_ALL_INTERVAL = 15.0
+"""Seconds after which every waiting caller reads for itself, in case a change was missed."""
+VISIBILITY_DELAY = 5.0
+"""Seconds until a write is visible after its time stamp, and a frame after its number was reserved."""
+MAX_ENDS = 2000
+"""The most ended invocations that one poll reads; if there are more, all waiting callers are woken."""
+MAX_JOURNALS = 500
+"""The most journals that one poll compares; if there are more, all their readers are woken."""
 
 
-async def watch(db: Database, live: RedisNews | None, interest: Interest, tell: Callable[[News], None]) -> None:
-    """Tell what others change, until cancelled. On the waiters' loop; the drivers are asked on theirs."""
+async def watch(db: Database, redis: RedisNews | None, interest: Interest, publish: Callable[[News], None]) -> None:
+    """Publish changes by others until cancelled. Runs on the loop of the waiting callers; drivers run on their own."""
     for kind in KINDS:
-        tell(News(kind))
+        publish(News(kind))
     async with anyio.create_task_group() as group:
-        if live is not None:
-            group.start_soon(_listen, live, tell)
-        await _look(db, live, interest, tell)
+        if redis is not None:
+            group.start_soon(_receive, redis, publish)
+        await _poll(db, redis, interest, publish)
 
 
-async def _listen(live: RedisNews, tell: Callable[[News], None]) -> None:
+async def _receive(redis: RedisNews, publish: Callable[[News], None]) -> None:
     while True:
-        heard = await across("asyncio", live.hear, HEAR)
-        if heard is None:
-            await anyio.sleep(RETRY * random.uniform(0.5, 1.5))
+        received = await across("asyncio", redis.receive, RECEIVE_TIMEOUT)
+        if received is None:
+            await anyio.sleep(RETRY_PAUSE * random.uniform(0.5, 1.5))
             continue
-        fresh, news = heard
+        fresh, news = received
         for one in news:
-            tell(one)
-        if fresh:  # what was told before nobody here has heard
+            publish(one)
+        if fresh:  # earlier news was missed
             for kind in KINDS:
-                tell(News(kind))
+                publish(News(kind))
 
 
-async def _look(db: Database, live: RedisNews | None, interest: Interest, tell: Callable[[News], None]) -> None:
-    look, last = _Look(db), time.monotonic()
+async def _poll(db: Database, redis: RedisNews | None, interest: Interest, publish: Callable[[News], None]) -> None:
+    changes = _Changes(db)
+    last = time.monotonic()
     while True:
-        pause = QUICK if live is None or live.down else SLOW
+        pause = REDIS_POLL_INTERVAL
+        if redis is None or redis.down:
+            pause = POLL_INTERVAL
         await anyio.sleep(pause * random.uniform(0.8, 1.2))
-        if time.monotonic() - last >= ALL:
+        if time.monotonic() - last >= WAKE_ALL_INTERVAL:
             last = time.monotonic()
             for kind in KINDS:
-                tell(News(kind))
+                publish(News(kind))
             continue
         wanted: dict[Kind, Sequence[str]] = {kind: interest.names(kind) for kind in KINDS if interest.waits(kind)}
         try:
-            for news in await across("asyncio", call_driver, db.name, look.changes, wanted):
-                tell(news)
-        except LakeshoreError as exc:  # the engine, which asks what is due, says so
-            logger.debug("the database could not be looked at: %s", exc)
+            for news in await across("asyncio", call_driver, db.name, changes.read, wanted):
+                publish(news)
+        except LakeshoreError as exc:  # the engine logs it when it asks for what is due
+            logger.debug("polling the database failed: %s", exc)
 
 
-class _Look:
-    """What has changed since the last look, of what is waited for: a few small reads, however many wait."""
+class _Changes:
+    """Reads what has changed since the last poll: a few small queries however many callers wait."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._ended: dict[str, float] = {}  # told, with their times
+        self._ended: dict[str, float] = {}  # published, with their times
         self._since = db.clock.now()
-        self._grown: dict[str, tuple[Any, float]] = {}  # by journal: how far it was, and when that changed
-        self._looked = self._since  # when at journals
+        self._grown: dict[str, tuple[Any, float]] = {}  # by journal: its next number, and when that changed
+        self._journals_read_at = self._since
 
-    async def changes(self, wanted: dict[Kind, Sequence[str]]) -> list[News]:
-        """On the loop of the driver."""
+    async def read(self, wanted: dict[Kind, Sequence[str]]) -> list[News]:
+        """Read the news; runs on the loop of the driver."""
         news: list[News] = []
         if names := wanted.get("queue"):
             news += await self._queues(names)
@@ -114,31 +121,43 @@ class _Look:
 
     async def _ends(self) -> list[News]:
         now = self._db.clock.now()
-        since, self._since = min(self._since, now) - OVERLAP, now
+        since = min(self._since, now) - VISIBILITY_DELAY
+        self._since = now
         recent = {"ns": self._db.ns, "finishedAt": {"$gte": date(since)}}
-        found = self._db.invocations.find(recent, {"id": 1, "finishedAt": 1}).sort("finishedAt", 1).limit(MOST)
+        found = self._db.invocations.find(recent, {"id": 1, "finishedAt": 1}).sort("finishedAt", 1).limit(MAX_ENDS)
         rows = {str(row.get("id")): seconds(row["finishedAt"]) or 0.0 async for row in found}
-        known, self._ended = self._ended, rows
-        if len(rows) == MOST:
+        known = self._ended
+        self._ended = rows
+        if len(rows) == MAX_ENDS:
             return [News("id"), News("journal")]
-        new = [id for id, at in rows.items() if known.get(id) != at]
-        return [news for id in new for news in (News("id", id), News("journal", id))]
+        news: list[News] = []
+        for id, at in rows.items():
+            if known.get(id) != at:
+                news += [News("id", id), News("journal", id)]
+        return news
 
     async def _journals(self, names: Sequence[str]) -> list[News]:
-        if len(names) > MOST_JOURNALS:
+        if len(names) > MAX_JOURNALS:
             return [News("journal")]
         keys = [key_of(self._db.ns, id) for id in names]
         found = self._db.invocations.find({"_id": {"$in": keys}}, {"id": 1, "nextSeq": 1, "startedAt": 1})
-        now, before, self._grown = time.monotonic(), self._grown, {}
+        now = time.monotonic()
+        before = self._grown
+        self._grown = {}
         clock = self._db.clock.now()
-        looked, self._looked = self._looked, clock
+        last_read = self._journals_read_at
+        self._journals_read_at = clock
         news: list[News] = []
         async for row in found:
-            id, far, changed = str(row.get("id")), row.get("nextSeq"), now
-            if (last := before.get(id)) is not None and last[0] == far:
+            id = str(row.get("id"))
+            next_seq = row.get("nextSeq")
+            changed = now
+            last = before.get(id)
+            if last is not None and last[0] == next_seq:
                 changed = last[1]
-            self._grown[id] = far, changed
-            if now - changed < OVERLAP or looked - SLOW < settles(row) <= clock:
+            self._grown[id] = next_seq, changed
+            skips_now = last_read - REDIS_POLL_INTERVAL < skip_time(row) <= clock
+            if now - changed < VISIBILITY_DELAY or skips_now:
                 news.append(News("journal", id))
         return news
 

@@ -70,7 +70,7 @@ def place(mongo_database: str, redis_url: str) -> Place:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis counts as gone when it is, and not when this machine has stood still for two seconds."""
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.redis_news.PATIENCE", 30.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.redis_news.ANSWER_TIMEOUT", 30.0)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract.news import News
 from dreamlake.lakeshore.planes.contract.operations import Fence, FinalFrame, Finish, Submit
 from dreamlake.lakeshore.planes.contract.records import Failure
-from dreamlake.lakeshore.planes.mongo.bodies import ENVELOPE, FINAL, RESULT
+from dreamlake.lakeshore.planes.mongo.bodies import MAX_INLINE_ENVELOPE, MAX_INLINE_FINAL_FRAME, MAX_INLINE_RESULT
 from dreamlake.lakeshore.planes.mongo.documents import NAMES, SMALL, date, seconds
 
 if TYPE_CHECKING:
@@ -66,16 +66,18 @@ async def test_the_largest_of_everything_is_one_document(place: Place) -> None:
     failure = Failure("T", "m" * (SMALL - 1))
     async with place.plane() as plane:
         queue, key, worker = "q" * 1000, "k" * (NAMES - 1000), "w" * (NAMES - 10)
-        await plane.do(Submit("id", queue, b"b" * ENVELOPE, key, config=b"c" * SMALL))
+        await plane.do(Submit("id", queue, b"b" * MAX_INLINE_ENVELOPE, key, config=b"c" * SMALL))
         (claimed,) = await plane.claim([queue], worker, lease=600, poll_id="p" * 10)
         await plane.retry(fence(claimed, worker), error=failure)
         (claimed,) = await plane.claim([queue], worker, lease=600, poll_id="p" * 10)
-        assert (len(claimed.body), len(claimed.config or b"")) == (ENVELOPE, SMALL)
-        final = FinalFrame(0, b"f" * FINAL)
-        assert await plane.finish(fence(claimed, worker), "failed", result=b"r" * RESULT, error=failure, final=final)
+        assert (len(claimed.body), len(claimed.config or b"")) == (MAX_INLINE_ENVELOPE, SMALL)
+        final = FinalFrame(0, b"f" * MAX_INLINE_FINAL_FRAME)
+        assert await plane.finish(
+            fence(claimed, worker), "failed", result=b"r" * MAX_INLINE_RESULT, error=failure, final=final
+        )
         outcome = await plane.outcome("id")
-        assert (len(outcome.result or b""), outcome.error) == (RESULT, failure)
-        assert (await plane.page("id")).frames == [(0, b"f" * FINAL)]
+        assert (len(outcome.result or b""), outcome.error) == (MAX_INLINE_RESULT, failure)
+        assert (await plane.page("id")).frames == [(0, b"f" * MAX_INLINE_FINAL_FRAME)]
     with Stored(place.mongo) as stored:
         assert stored.chunks() == 0
 
@@ -170,13 +172,13 @@ async def test_a_redis_that_takes_no_writes_is_said_once(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It still takes messages: that these pass does not make it answer again, until a frame does."""
-    monkeypatch.setattr(f"{LIVE}.AGAIN", 0.02)
+    monkeypatch.setattr(f"{LIVE}.PAUSE_AFTER_FAILURE", 0.02)
     with own_redis(tmp_path / "redis") as redis:
         async with streaming(place, redis.url) as stream:
             live, client = live_of(stream.writer), admin(redis)
 
             async def at_rest() -> None:
-                await wait_until(lambda: live._sending is None and time.monotonic() > live._until, 10, "it to be sent")
+                await wait_until(lambda: live._sending is None and time.monotonic() > live._paused_until, 10, "it to be sent")
 
             client.execute_command("REPLICAOF", "127.0.0.1", "1")
             for _ in range(4):
@@ -187,7 +189,7 @@ async def test_a_redis_that_takes_no_writes_is_said_once(
             await stream.arrives()
             assert live.down
             (said,) = told(caplog)
-            assert "refuses what it is told" in said
+            assert "rejects a command" in said
             client.execute_command("REPLICAOF", "NO", "ONE")
             client.close()
             await stream.send()
@@ -199,15 +201,15 @@ async def test_redis_is_not_blamed_for_a_database_that_does_not_answer(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an invocation that was never seen here its frames are left out, and the news goes out all the same."""
-    monkeypatch.setattr(f"{LIVE}.PATIENCE", 1.5)
+    monkeypatch.setattr(f"{LIVE}.ANSWER_TIMEOUT", 1.5)
     with place.proxied() as (slow, proxy):
         async with slow.plane() as plane, place.plane() as elsewhere:
             hearing = live_of(elsewhere)
-            assert await hearing.hear(1.0) == (True, [])
+            assert await hearing.receive(1.0) == (True, [])
             proxy.stall()
             live_of(plane).add("never-seen", 0, [b"frame"])
-            live_of(plane).tell([News("queue", "q")])
-            assert await hearing.hear(20.0) == (False, [News("queue", "q")])
+            live_of(plane).publish([News("queue", "q")])
+            assert await hearing.receive(20.0) == (False, [News("queue", "q")])
             assert not live_of(plane).down
             proxy.mend()
 
@@ -217,8 +219,8 @@ async def test_who_only_reads_comes_back_to_a_redis_that_was_silent(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its subscription outlives the silence, and it sends nothing by which it would see that there is an answer."""
-    monkeypatch.setattr(f"{LIVE}.PATIENCE", 0.3)
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.HEAR", 0.3)
+    monkeypatch.setattr(f"{LIVE}.ANSWER_TIMEOUT", 0.3)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.RECEIVE_TIMEOUT", 0.3)
     with own_redis(tmp_path / "redis") as redis:
         place = place._replace(redis=redis.url)
         async with place.plane() as writer, place.plane() as reader:
@@ -228,7 +230,7 @@ async def test_who_only_reads_comes_back_to_a_redis_that_was_silent(
                 await stream.send(3)
                 await stream.arrives()
                 live = live_of(reader)
-                heard = live._heard
+                heard = live._subscription
                 redis.pause()
                 try:
                     await stream.send(3)

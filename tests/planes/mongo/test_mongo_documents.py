@@ -119,7 +119,7 @@ async def test_the_clock_is_never_ahead_of_the_database() -> None:
     assert clock.now() == 5000.0
     time.steady += 2.0
     assert clock.now() == 5002.0
-    assert not clock.merciful
+    assert not clock.stepped
 
 
 @on_asyncio
@@ -131,9 +131,9 @@ async def test_after_a_step_of_the_clock_no_lease_is_judged_for_a_while() -> Non
     time.steady, time.database = time.steady + 10, time.database + 3600
     await clock.refresh()
     assert clock.now() == 8600.0
-    assert clock.merciful
+    assert clock.stepped
     time.steady += CLOCK_STEP_GRACE
-    assert not clock.merciful
+    assert not clock.stepped
 
 
 @on_asyncio

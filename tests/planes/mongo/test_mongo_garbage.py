@@ -138,7 +138,7 @@ async def test_frames_that_were_promised_and_never_came_hold_readers_up_no_longe
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that is killed between promising and inserting frames, and then the worker, who would repeat them."""
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.append.SETTLES", 1.5)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.journal.MISSING_FRAMES_TIMEOUT", 1.5)
     async with place.plane() as plane:
         stream = await begun(plane)
         await stream.send(2)
@@ -172,7 +172,7 @@ async def test_a_server_that_stood_still_adds_no_frames_where_readers_have_gone_
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had promised their numbers; whose they were has lost its claim since."""
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.append.SETTLES", 1.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.journal.MISSING_FRAMES_TIMEOUT", 1.0)
     with place.proxied() as (slow, proxy):
         async with slow.plane() as still, place.plane() as plane:
             stream = await begun(plane)
@@ -204,9 +204,9 @@ async def test_readers_are_woken_when_they_may_go_on_behind_what_never_came(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing happens then that there could be news of."""
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.append.SETTLES", 4.0)
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.OVERLAP", 1.0)
-    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.ALL", 600.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.journal.MISSING_FRAMES_TIMEOUT", 4.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.VISIBILITY_DELAY", 1.0)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.mongo.watch.WAKE_ALL_INTERVAL", 600.0)
     async with place.plane() as plane, place.plane() as elsewhere:
         stream = await begun(plane)
         with Stored(place.mongo) as stored:

@@ -15,10 +15,10 @@ from mongo_streams import admin, subscribers
 
 from dreamlake.lakeshore.planes.contract.news import News
 from dreamlake.lakeshore.planes.contract.records import TERMINAL, Failure, Outcome
-from dreamlake.lakeshore.planes.mongo import incarnation as births_module
+from dreamlake.lakeshore.planes.mongo import incarnation
 from dreamlake.lakeshore.planes.mongo.incarnation import Incarnations
-from dreamlake.lakeshore.planes.mongo.redis_messages import NAMES, SMALL, Told, pack, unpack
-from dreamlake.lakeshore.planes.mongo.redis_news import HEARD
+from dreamlake.lakeshore.planes.mongo.redis_messages import MAX_NAMES, MAX_OUTCOME_BYTES, PublishedNews, pack, unpack
+from dreamlake.lakeshore.planes.mongo.redis_news import MAX_NEWS
 from dreamlake.lakeshore.wire._msgpack import packb
 
 if TYPE_CHECKING:
@@ -48,33 +48,35 @@ leaves = st.none() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text() 
 
 @given(outcomes, st.none() | texts)
 def test_an_outcome_arrives_as_it_was_read_from_the_database(outcome: Outcome, birth: str | None) -> None:
-    message = pack([Told(News("id", "id", outcome), birth)])
+    message = pack([PublishedNews(News("id", "id", outcome), birth)])
     assert message is not None
     (told,) = unpack(message)
     if birth is None:  # nobody could tell which invocation it is of
-        assert told == Told(News("id", "id"))
+        assert told == PublishedNews(News("id", "id"))
     else:
-        assert told == Told(News("id", "id", outcome._replace(result=outcome.result or None)), birth)
+        assert told == PublishedNews(News("id", "id", outcome._replace(result=outcome.result or None)), birth)
 
 
 @pytest.mark.parametrize(
     "outcome",
     [
-        Outcome("id", "succeeded", bytes(SMALL)),
-        Outcome("id", "failed", None, Failure("E", "x" * SMALL)),
-        Outcome("id", "failed", None, Failure("E", "x", "t" * SMALL)),
+        Outcome("id", "succeeded", bytes(MAX_OUTCOME_BYTES)),
+        Outcome("id", "failed", None, Failure("E", "x" * MAX_OUTCOME_BYTES)),
+        Outcome("id", "failed", None, Failure("E", "x", "t" * MAX_OUTCOME_BYTES)),
         Outcome("id", "failed", None, Failure("E", "\ud800")),
     ],
     ids=["result", "message", "traceback", "half a character"],
 )
 def test_what_is_large_or_odd_is_a_hint(outcome: Outcome) -> None:
-    assert unpack(pack([Told(News("id", "id", outcome), "birth")])) == [Told(News("id", "id"))]
+    assert unpack(pack([PublishedNews(News("id", "id", outcome), "birth")])) == [PublishedNews(News("id", "id"))]
 
 
 def test_of_many_ends_some_are_hints() -> None:
-    some = [Told(News("id", f"i{n}", Outcome(f"i{n}", "succeeded", b"r")), "birth") for n in range(NAMES + 3)]
+    some = [
+        PublishedNews(News("id", f"i{n}", Outcome(f"i{n}", "succeeded", b"r")), "birth") for n in range(MAX_NAMES + 3)
+    ]
     told = unpack(pack(some))
-    assert sum(one.news.outcome is not None for one in told) == NAMES
+    assert sum(one.news.outcome is not None for one in told) == MAX_NAMES
     assert {one.news.name for one in told} == {one.news.name for one in some}
 
 
@@ -86,7 +88,7 @@ def test_whatever_is_published_is_news_or_ignored(message: Any) -> None:
 
 @given(st.binary())
 def test_any_bytes_are_news_or_ignored(message: bytes) -> None:
-    assert all(isinstance(told, Told) for told in unpack(message))
+    assert all(isinstance(told, PublishedNews) for told in unpack(message))
 
 
 @pytest.mark.parametrize(
@@ -102,12 +104,12 @@ def test_an_error_that_nobody_can_read_is_shown_as_it_stands(error: Any) -> None
 
 
 def test_more_than_anybody_of_ours_says_at_once_is_not_taken_apart() -> None:
-    many = {f"i{n}": packb(["birth", "succeeded", None, None]) for n in range(NAMES + 1)}
+    many = {f"i{n}": packb(["birth", "succeeded", None, None]) for n in range(MAX_NAMES + 1)}
     told = unpack(packb({"id": [*many], "queue": [*many][:-1], "ends": many}))
-    assert told.count(Told(News("id"))) == 2
-    assert sum(one.news.kind == "queue" for one in told) == NAMES
-    assert sum(one.news.outcome is not None for one in told) == NAMES
-    assert len(told) == 2 * NAMES + 2
+    assert told.count(PublishedNews(News("id"))) == 2
+    assert sum(one.news.kind == "queue" for one in told) == MAX_NAMES
+    assert sum(one.news.outcome is not None for one in told) == MAX_NAMES
+    assert len(told) == 2 * MAX_NAMES + 2
 
 
 # Incarnations --------------------------------------------------------------------------------------------------------------
@@ -140,8 +142,8 @@ def test_who_is_submitted_again_is_not_known() -> None:
     assert [incarnations.known(id) for id in ("a", "b")] == [None, "9.1"]
 
 
-def test_the_oldest_births_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(births_module, "MOST", 3)
+def test_the_oldest_incarnations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incarnation, "MAX_IDS", 3)
     incarnations = Incarnations(unread)
     for n in range(5):
         incarnations.remember(row(f"i{n}", n))
@@ -159,7 +161,7 @@ def redis(tmp_path: Path) -> Iterator[Service]:
 
 @pytest.mark.anyio
 @asyncio_only
-@pytest.mark.parametrize("size", [0, 10, SMALL, 100_000])
+@pytest.mark.parametrize("size", [0, 10, MAX_OUTCOME_BYTES, 100_000])
 async def test_a_result_of_any_size_reaches_who_waits_elsewhere(place: Place, redis: Service, size: int) -> None:
     place = place._replace(redis=redis.url)
     async with place.plane() as plane, place.plane() as elsewhere, anyio.create_task_group() as group:
@@ -177,7 +179,7 @@ async def test_a_result_of_any_size_reaches_who_waits_elsewhere(place: Place, re
         assert got == [Outcome("same", "succeeded", bytes(size) or None)]
 
 
-def births_of(plane: dls.MongoDispatch) -> Incarnations:
+def incarnations_of(plane: dls.MongoDispatch) -> Incarnations:
     engine: Any = plane._engines.opened()
     found: Incarnations = engine.store._db.incarnations
     return found
@@ -209,7 +211,7 @@ async def a_message_of_before(place: Place, redis: Service, elsewhere: dls.Mongo
             (claimed,) = await plane.claim(["q"], "w", lease=600.0)
             async with anyio.create_task_group() as group:
                 group.start_soon(elsewhere.outcome, "same")
-                await wait_until(lambda: births_of(elsewhere).known("same"), 20, "its look")
+                await wait_until(lambda: incarnations_of(elsewhere).known("same"), 20, "its look")
                 await plane.finish(fence(claimed), "succeeded", result=b"first")
             await wait_until(hear, 20, "the message of it")
             assert await wait_until(lambda: plane.purge(0.0)) == 1
@@ -227,7 +229,7 @@ async def test_a_late_message_of_an_earlier_invocation_is_not_believed(place: Pl
     async with place.plane() as plane, place.plane() as elsewhere:
         async with a_message_of_before(place, redis, elsewhere) as repeat:
             await plane.submit("q", b"body", id="same")
-            first = births_of(elsewhere).known("same")
+            first = incarnations_of(elsewhere).known("same")
             got: list[bytes | None] = []
 
             async def wait() -> None:
@@ -235,7 +237,7 @@ async def test_a_late_message_of_an_earlier_invocation_is_not_believed(place: Pl
 
             async with anyio.create_task_group() as group:
                 group.start_soon(wait)
-                await wait_until(lambda: births_of(elsewhere).known("same") != first, 20, "its look")
+                await wait_until(lambda: incarnations_of(elsewhere).known("same") != first, 20, "its look")
                 await repeat()
                 assert got == []
                 (claimed,) = await plane.claim(["q"], "w", lease=600.0)
@@ -286,18 +288,18 @@ async def test_news_without_end_is_handed_on_meanwhile(place: Place, redis: Serv
     async with place._replace(redis=redis.url).plane() as plane:
         engine: Any = plane._engines.opened()
         live = engine.store._redis
-        assert await live.hear(1.0) == (True, [])
+        assert await live.receive(1.0) == (True, [])
         with admin(redis, decode_responses=False) as client, client.pipeline(transaction=False) as pipe:
-            for n in range(3 * HEARD):
-                pipe.publish(live._prefix, pack([Told(News("queue", f"q{n}"))]))
+            for n in range(3 * MAX_NEWS):
+                pipe.publish(live._prefix, pack([PublishedNews(News("queue", f"q{n}"))]))
             pipe.execute()
         some: list[News] = []
-        while len(some) < 3 * HEARD:
-            fresh, news = await live.hear(10.0)
+        while len(some) < 3 * MAX_NEWS:
+            fresh, news = await live.receive(10.0)
             assert not fresh
-            assert 0 < len(news) <= HEARD
+            assert 0 < len(news) <= MAX_NEWS
             some += news
-        assert some == [News("queue", f"q{n}") for n in range(3 * HEARD)]
+        assert some == [News("queue", f"q{n}") for n in range(3 * MAX_NEWS)]
 
 
 @pytest.mark.anyio
