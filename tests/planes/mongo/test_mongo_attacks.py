@@ -178,7 +178,10 @@ async def test_a_redis_that_takes_no_writes_is_said_once(
             live, client = live_of(stream.writer), admin(redis)
 
             async def at_rest() -> None:
-                await wait_until(lambda: live._sending is None and time.monotonic() > live._paused_until, 10, "it to be sent")
+                def sent() -> bool:
+                    return live._sending is None and time.monotonic() > live._paused_until
+
+                await wait_until(sent, 10, "it to be sent")
 
             client.execute_command("REPLICAOF", "127.0.0.1", "1")
             for _ in range(4):
