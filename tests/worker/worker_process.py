@@ -92,15 +92,15 @@ def log_answered_appends() -> None:
 
 
 def die_before_a_claim() -> None:
-    original = SqliteStore._apply_inline  # which comes first in any case
+    original = SqliteStore.apply_at_once  # which `apply` tries first
 
     @wraps(original)
-    def apply_inline(self: SqliteStore, ops: Sequence[Any], weight: int) -> Any:
+    def apply_at_once(self: SqliteStore, ops: Sequence[Any]) -> Any:
         if any(isinstance(op, Claim) for op in ops) and Path(f"{self._plane.path}-now").exists():
             die()
-        return original(self, ops, weight)
+        return original(self, ops)
 
-    SqliteStore._apply_inline = apply_inline  # type: ignore[method-assign]
+    SqliteStore.apply_at_once = apply_at_once  # type: ignore[method-assign]
 
 
 def arm() -> None:

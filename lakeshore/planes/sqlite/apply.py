@@ -15,7 +15,7 @@ from .append import append
 from .beat import beat
 from .cancel import cancel
 from .claim import claim
-from .connection import Transaction
+from .connection import in_transaction
 from .finish import finish_many
 from .purge import purge
 from .reap import reap
@@ -66,5 +66,4 @@ def apply(batch: Batch, ops: Sequence[Operation]) -> list[Any]:
 
 def commit(batch: Batch, ops: Sequence[Operation]) -> list[Any]:
     """Apply `ops` in a transaction of their own, which is rolled back if this raises."""
-    with Transaction(batch.db):
-        return apply(batch, ops)
+    return in_transaction(batch.db, apply, batch, ops)

@@ -14,7 +14,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 import aiosqlite
 import anyio
@@ -26,11 +26,11 @@ from .write_lock import WriteLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
-__all__ = ["CACHED_STATEMENTS", "MAX_LOG_PAGES", "PRAGMAS", "SqliteConnection", "Transaction", "as_plane_error"]
+__all__ = ["CACHED_STATEMENTS", "MAX_LOG_PAGES", "PRAGMAS", "SqliteConnection", "as_plane_error", "in_transaction"]
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 APPLICATION_ID = 0x4C616B65
 """Marks a file as a plane of this package, for SQLite and for `file`."""
@@ -54,24 +54,17 @@ SET_WAL_PAUSE = 0.02
 """Seconds between two attempts to set a new file to WAL."""
 
 
-class Transaction:
-    """A transaction that takes SQLite's write lock at once. It is rolled back if its body raises."""
-
-    __slots__ = ("_db",)
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self._db.execute("COMMIT")
-        finally:
-            if self._db.in_transaction:  # the body or the commit has failed, and SQLite has not rolled back by itself
-                self._db.execute("ROLLBACK")
+def in_transaction(db: sqlite3.Connection, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call `fn(*args)` in a transaction that takes SQLite's write lock at once; it is rolled back if `fn` raises."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        value = fn(*args)
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # SQLite may have rolled back by itself
+            db.execute("ROLLBACK")
+        raise
+    return value
 
 
 class SqliteConnection:
@@ -137,12 +130,15 @@ class SqliteConnection:
         thread would die of an answer for a loop that is closed.)
         """
         cancelled = False
+        results: list[T] = []
 
-        def call_unless_cancelled(db: sqlite3.Connection) -> T | None:
-            return None if cancelled else fn(db)
+        def call_unless_cancelled(db: sqlite3.Connection) -> None:
+            if not cancelled:
+                results.append(fn(db))
 
         try:
-            return cast("T", await self._driver.execute_fetchall(cast("str", call_unless_cancelled)))
+            await self._driver.executescript(cast("str", call_unless_cancelled))
+            return results[0]
         except anyio.get_cancelled_exc_class():
             cancelled = True
             await self._wait_for_thread()
@@ -159,7 +155,7 @@ class SqliteConnection:
         with anyio.CancelScope(shield=True), suppress(ValueError, sqlite3.Error):
             while True:
                 try:
-                    await self._driver.execute_fetchall(cast("str", _do_nothing))
+                    await self._driver.executescript(cast("str", _do_nothing))
                     return
                 except anyio.get_cancelled_exc_class():  # asyncio's own, which passes shields
                     continue
@@ -201,23 +197,12 @@ class SqliteConnection:
                 self._write_lock.close()
 
 
-class _Result:
-    """What the driver expects of `execute`; it holds what a function has returned."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def fetchall(self) -> object:
-        return self._value
-
-
 class _CallingConnection(sqlite3.Connection):
-    """A connection whose `execute` also takes a function, and calls it with the connection."""
+    """A connection whose `executescript` takes a function and calls it. That is the driver's plainest way to its thread;
+    `execute`, which the functions call, stays SQLite's own."""
 
-    def execute(self, sql: Any, parameters: Any = (), /) -> Any:
-        if callable(sql):
-            return _Result(sql(self))
-        return super().execute(sql, parameters)
+    def executescript(self, sql_script: Any, /) -> Any:
+        return sql_script(self)
 
 
 class _Connector:
@@ -330,10 +315,13 @@ def _migrate(db: sqlite3.Connection, path: Path | None) -> None:
     if _read_version(db, path) == SCHEMA_VERSION:
         return
     schema = files(__name__.rpartition(".")[0]).joinpath("schema.sql").read_text(encoding="utf-8")
+    in_transaction(db, _create_tables, db, schema)
+
+
+def _create_tables(db: sqlite3.Connection, schema: str) -> None:
     lines = [line for line in schema.splitlines() if not line.startswith("--")]
-    with Transaction(db):
-        for statement in "\n".join(lines).split(";"):
-            if statement.strip():
-                db.execute(statement)
-        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    for statement in "\n".join(lines).split(";"):
+        if statement.strip():
+            db.execute(statement)
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -14,7 +14,7 @@ import anyio
 from ...concurrency.portal import across
 from ...errors import DispatchError, LakeshoreError
 from ...limits import LARGE_BYTES
-from ..contract.operations import Finish, Operation, Reap, Reaped, Submit, weight_of
+from ..contract.operations import Claim, Finish, Operation, Reap, Reaped, Submit, weight_of
 from ..plane import Plane
 from . import copies, read
 from .apply import commit
@@ -22,7 +22,7 @@ from .batch import Batch
 from .blobs import PIECE_BYTES, drop_blobs, new_blob, write_piece
 from .checkpoints import Checkpointer
 from .claim import finds_nothing
-from .connection import SqliteConnection, Transaction, as_plane_error
+from .connection import SqliteConnection, as_plane_error, in_transaction
 from .doorbell import Bell, Doorbells, EventBell, FileDoorbells, MemoryDoorbells
 from .inline_writer import MAX_INLINE_BYTES, MAX_INLINE_OPERATIONS, InlineWriter
 from .liveness import ClockSteps, FileLiveness, Liveness, MemoryLiveness
@@ -125,34 +125,28 @@ class SqliteStore:
         return "large" if self._plane.path is not None and weight_of(op) > LARGE_BYTES else "small"
 
     async def apply(self, ops: Sequence[Operation]) -> Sequence[Any]:
-        """Apply `ops` in one transaction, and wake waiters after its commit.
+        """Apply `ops`, which are of one lane, in one transaction, and wake waiters after its commit.
 
         It runs as one call on the connection's thread, or right here when it is small and nobody else is writing.
         """
-        weights = [weight_of(op) for op in ops]
-        if self._plane.path is not None and max(weights, default=0) > LARGE_BYTES:
+        if self.lane(ops[0]) == "large":
             return await self._apply_large(ops)
-        weight = sum(weights)
-        answers = self._apply_inline(ops, weight)
+        answers = self.apply_at_once(ops)
         if answers is None:
-            answers = await self._connection.call(
-                lambda db: self._apply_on_thread(self._connection, db, ops, weight, {})
-            )
+            answers = await self._connection.call(lambda db: self._apply_on_thread(self._connection, db, ops, {}))
         return answers
 
     def apply_at_once(self, ops: Sequence[Operation]) -> Sequence[Any] | None:
         """The same without a wait, for a small batch when nobody else is writing; None when it cannot be done so."""
-        return self._apply_inline(ops, sum(map(weight_of, ops)))
-
-    def _apply_inline(self, ops: Sequence[Operation], weight: int) -> list[Any] | None:
         inline = self._inline
-        if inline is None or len(ops) > MAX_INLINE_OPERATIONS or weight > MAX_INLINE_BYTES:
+        if inline is None or len(ops) > MAX_INLINE_OPERATIONS:
             return None
-        if self._checkpointer.is_behind:  # the thread's connection makes a checkpoint of its own
+        weight = sum(map(weight_of, ops))
+        if weight > MAX_INLINE_BYTES or self._checkpointer.is_behind:  # the thread makes a checkpoint when it is behind
             return None
         batch = Batch(inline.db, self._ns, self._clock(), self._liveness.holder)
         try:
-            if finds_nothing(batch, ops):
+            if type(ops[0]) is Claim and finds_nothing(batch, ops):
                 return [[] for _ in ops]
             answers = inline.commit(batch, ops)
         except Exception:  # the connection's thread tries again, and reports what is wrong
@@ -167,12 +161,11 @@ class SqliteStore:
         connection: SqliteConnection,
         db: sqlite3.Connection,
         ops: Sequence[Operation],
-        weight: int,
         blobs: dict[int, int],
     ) -> list[Any]:
         """What runs on a connection's thread. An error of the database fails only the operation that causes it."""
         batch = Batch(db, self._ns, self._clock(), self._liveness.holder, blobs=blobs)
-        if finds_nothing(batch, ops):
+        if type(ops[0]) is Claim and finds_nothing(batch, ops):
             return [[] for _ in ops]
         try:
             with connection.lock_for_writing():
@@ -184,13 +177,13 @@ class SqliteStore:
             for op in ops:
                 ref = blobs.pop(id(op), None)
                 own_blob = {} if ref is None else {id(op): ref}
-                alone += self._apply_on_thread(connection, db, [op], weight_of(op), own_blob)
+                alone += self._apply_on_thread(connection, db, [op], own_blob)
             return alone
-        self._committed(batch, ops, answers, weight)
+        self._committed(batch, ops, answers, sum(map(weight_of, ops)))
         unused = set(blobs.values()) - batch.linked
         if unused:  # their operations were repeats, or were refused
-            with connection.lock_for_writing(), Transaction(db):
-                drop_blobs(db, unused)
+            with connection.lock_for_writing():
+                in_transaction(db, drop_blobs, db, unused)
         return answers
 
     def _committed(self, batch: Batch, ops: Sequence[Operation], answers: Sequence[Any], weight: int) -> None:
@@ -221,9 +214,7 @@ class SqliteStore:
                 data = op.result
             if data is not None and len(data) > LARGE_BYTES and id(op) not in blobs:
                 blobs[id(op)] = await self._write_ahead(connection, data)
-        return await connection.call(
-            lambda db: self._apply_on_thread(connection, db, ops, sum(map(weight_of, ops)), blobs)
-        )
+        return await connection.call(lambda db: self._apply_on_thread(connection, db, ops, blobs))
 
     async def _connection_for_large(self) -> SqliteConnection:
         """The connection of large operations, and of checkpoints."""
@@ -239,12 +230,12 @@ class SqliteStore:
         now = self._clock()
 
         def begin(db: sqlite3.Connection) -> int:
-            with connection.lock_for_writing(), Transaction(db):
-                return new_blob(db, now)
+            with connection.lock_for_writing():
+                return in_transaction(db, new_blob, db, now)
 
         def write(part: int, start: int, db: sqlite3.Connection) -> None:
-            with connection.lock_for_writing(), Transaction(db):
-                write_piece(db, ref, part, view[start : start + PIECE_BYTES])
+            with connection.lock_for_writing():
+                in_transaction(db, write_piece, db, ref, part, view[start : start + PIECE_BYTES])
 
         ref = await connection.call(begin)
         for part, start in enumerate(range(0, len(view), PIECE_BYTES)):

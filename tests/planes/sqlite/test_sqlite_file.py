@@ -887,13 +887,12 @@ def test_a_transaction_that_fails_is_rolled_back(fails: str) -> None:
     db.execute("CREATE TABLE t (x INTEGER PRIMARY KEY, y REFERENCES t (x) DEFERRABLE INITIALLY DEFERRED)")
 
     def write() -> None:
-        with connection.Transaction(db):
-            db.execute("INSERT INTO t VALUES (1, 2)")  # it refers to what is not there, which the commit finds out
-            if fails == "body":
-                raise KeyError("the operation failed")
+        db.execute("INSERT INTO t VALUES (1, 2)")  # it refers to what is not there, which the commit finds out
+        if fails == "body":
+            raise KeyError("the operation failed")
 
     with pytest.raises((KeyError, sqlite3.IntegrityError)):
-        write()
+        connection.in_transaction(db, write)
     assert not db.in_transaction
     assert db.execute("SELECT count(*) FROM t").fetchone() == (0,)
 
