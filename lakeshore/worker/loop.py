@@ -237,7 +237,7 @@ class Worker:
                         continue
                     reached = True
                     outage = None
-                    self._start_claims([one for one in found if (one.id, one.attempt) not in self._claims])
+                    self._start_claims(found)
                     if once:
                         return
         finally:
@@ -264,17 +264,23 @@ class Worker:
         An invocation that was lost `SUSPECT_LOSSES` times may be what kills its worker. No other body should run beside
         it: it starts when no other body runs, and nothing is claimed before it has ended.
         """
-        starting = found
+        new: list[Claimed] = []
+        suspect: Claimed | None = None
+        for claimed in found:
+            if (claimed.id, claimed.attempt) in self._claims:
+                continue  # the plane has returned a claim again that this worker already holds
+            new.append(claimed)
+            if suspect is None and claimed.lost >= SUSPECT_LOSSES:
+                suspect = claimed
+        starting = new
         returned: list[Claimed] = []
-        suspects = [claimed for claimed in found if claimed.lost >= SUSPECT_LOSSES]
-        if suspects:
+        if suspect is not None:
             self._claims_alone = True
             if self._body_runs():
-                starting = [claimed for claimed in found if claimed.lost < SUSPECT_LOSSES]
+                starting = [claimed for claimed in new if claimed.lost < SUSPECT_LOSSES]
             else:
-                starting = suspects[:1]
-            begun = {claimed.id for claimed in starting}
-            returned = [claimed for claimed in found if claimed.id not in begun]
+                starting = [suspect]
+            returned = [claimed for claimed in new if claimed not in starting]
         for claimed in starting:
             claim = ActiveClaim(self._plane, self.id, claimed, self._group)
             self._claims[claimed.id, claimed.attempt] = claim

@@ -73,6 +73,8 @@ class ActiveClaim:
     kill_at_shutdown = False
     release_first: Sequence[Claimed] = ()
     """Claims to return to their queues before the body starts."""
+    streams = False
+    """The body is a generator that has begun."""
     task_spoiled = False
     """The task of the body has been cancelled, and can run no other body."""
 
@@ -98,6 +100,7 @@ class ActiveClaim:
         """Open the stream. From now on values go straight to its writer: each layer between costs a call a value."""
         writer = FrameWriter(self._plane, self.fence, self.claimed, self._group)
         self._writer = writer
+        self.streams = True
         self.add = writer.add
         self.add_packed = writer.add_packed
         self.room = writer.room
@@ -108,11 +111,6 @@ class ActiveClaim:
     def stoppable(self) -> bool:
         """Whether an interruption still makes a difference."""
         return self.stop_reason is None and not self.decided
-
-    @property
-    def streams(self) -> bool:
-        """Whether the body is a generator that has begun."""
-        return self._writer is not None
 
     def interrupt(self, reason: StopReason) -> anyio.Event | None:
         """Stop the body.
