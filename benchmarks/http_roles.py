@@ -20,7 +20,7 @@ from roles import BODY, COMMANDS, NONE, ROLES, SYNC_ROLES, Control, main, plane_
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract.operations import Fence
-from dreamlake.lakeshore.planes.http.attempt import CONNECTIONS
+from dreamlake.lakeshore.planes.http.attempt import MAX_CONNECTIONS
 from dreamlake.lakeshore.planes.protocol.fields import decode, encode
 from dreamlake.lakeshore.planes.protocol.messages import encode_submit
 from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE
@@ -93,8 +93,8 @@ async def one_by_one(plane: Plane, count: int, backend: str) -> dict[str, Any]:
         assert response.status_code == 200
         assert decode(response.content, url)["invocation_id"]
 
-    async with _client(CONNECTIONS) as client:
-        await together(backend, one, range(CONNECTIONS))
+    async with _client(MAX_CONNECTIONS) as client:
+        await together(backend, one, range(MAX_CONNECTIONS))
         started = time.perf_counter()
         await together(backend, one, range(count))
         return {"seconds": time.perf_counter() - started}

@@ -1,72 +1,91 @@
-"""One bounded attempt at a request: connections, headers, and what an answer that is none means.
+"""One attempt at a request: route, headers and timeout, and what its response means: fields, or an error of ours.
 
-Two pools: one for what is answered at once, one for what the far side holds. Requests of the first are cancelled by
-nothing but the client's end: httpx may lose a place in its pool when a request is cancelled while it connects
-(encode/httpx 1461), so who leaves early leaves the request to run out by itself. The second has as many places as it takes.
+An attempt is not repeated here: `planes.engine` retries what raised PlaneUnavailable.
+
+There are two pools of connections. Requests that the server answers at once share a few connections; requests that it
+holds (long polls) get as many as they need. A request of the first kind is never cancelled when its caller is: it runs to
+its end in a task of its own, since httpx may lose a connection otherwise (see `httpx_pool`), and since what the server did
+must not stay unknown. Requests of the second kind are cancelled with `cancel_held`.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, urlencode, urlsplit
 
 import anyio
-import httpx
 
 from ...errors import DispatchError, LakeshoreError, PlaneUnavailable, WireError
 from ...ids import new_id
 from ..protocol.errors import TooLarge, decode_error
 from ..protocol.fields import decode, encode
 from ..protocol.routes import CONTENT_TYPE, REQUEST_ID, ROUTES
-from .pool import CONNECT_S, Answer, Broken, Connections, HttpxPool, Pool, proxied
+from .address import uses_proxy
+from .pool import ConnectionPool, RequestFailed, Response
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 
-T = TypeVar("T")
+    import httpx
 
-__all__ = ["Client", "MissingRoute", "reading", "text_of"]
+    from .pool import Pool
 
-logger = logging.getLogger("dreamlake.lakeshore.planes")
+__all__ = ["HttpClient", "MissingRoute", "decoding", "invocation_id"]
 
-ANSWER_S, LEAST_ANSWER_S = 60.0, 5.0
-"""Seconds without a byte after which an answer is given up, beyond those that it may be held; and for who has less
-patience than that, but not less than a busy server may need."""
-CONNECTIONS = 4
-"""Connections for what is answered at once: more cost more than they bring."""
-HELD_ANSWER_S = 15.0
-"""The same for what is held: it is answered with nothing when its time is over, and cannot be late by much."""
-_LATER = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses of what may go better later, whoever says it. So may any other 5xx that is none of the server's own errors."""
-_OURS = frozenset({"DispatchError", "InvocationNotFound", "NotAuthorized", "Refused", "ValueError", "WireError"})
-_UNKNOWN = frozenset({"await", "stream"})
-"""Routes of which a 404 of any kind may mean that an invocation is unknown."""
-GOODBYE_S = 3.0
-"""Seconds that requests have to end by themselves when the client closes."""
+MAX_CONNECTIONS = 4
+"""Connections for requests that are answered at once: more cost more than they bring."""
+ANSWER_TIMEOUT = 60.0
+"""Seconds without a byte after which a request fails; less for a plane whose patience is shorter."""
+MIN_ANSWER_TIMEOUT = 5.0
+"""The least of it, for any patience: a busy server may need as long."""
+HELD_ANSWER_TIMEOUT = 15.0
+"""The same for a request that the server holds, beyond the time that it may hold it."""
+CLOSE_TIMEOUT = 3.0
+"""Seconds in which requests may still end by themselves when the client closes."""
+
+_RETRYABLE = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses after which a retry makes sense, whoever sent them. So does any other 5xx without one of the types below."""
+_FINAL_TYPES = frozenset({"DispatchError", "InvocationNotFound", "NotAuthorized", "Refused", "ValueError", "WireError"})
+"""Types of errors that the control plane itself raised: a retry gets the same."""
+_ROUTES_OF_ONE = frozenset({"await", "stream"})
+"""Routes of one invocation: a 404 of any kind may mean that the invocation is unknown."""
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+"""What code raises that takes an answer of another shape apart."""
 
 
 class MissingRoute(DispatchError):
-    """The far side has no such route: a server of the function protocol without our additions, or no such server at all."""
+    """The server has no such route: it speaks the function protocol without our additions, or is no control plane."""
 
-    def __init__(self, said: str, stranger: str | None) -> None:
-        super().__init__(said)
-        self.stranger = stranger
-        """What to say of the answer where nothing else has answered as a control plane does."""
+    def __init__(self, message: str, wrong_address: str | None) -> None:
+        super().__init__(message)
+        self.wrong_address = wrong_address
+        """The sentence for a URL without a control plane; None where the server has answered as one before."""
 
-    def nothing(self) -> DispatchError:
-        """The error of a route that every control plane has."""
-        return DispatchError(self.stranger or f"{self}: is that the URL of a control plane? Each has this route")
+    def of_every_server(self) -> DispatchError:
+        """The error where the route is one that every control plane has."""
+        return DispatchError(self.wrong_address or f"{self}: is that the URL of a control plane? Each has this route")
 
-    def lacking(self, url: str, what: str) -> DispatchError:
-        """The error where nothing else does for it."""
-        said = f"the server at {url} cannot {what}: {self}; it is of an older kind, or its URL is another"
-        return DispatchError(said if self.stranger is None else f"{self.stranger}; one of an older kind cannot {what}")
+    def without_fallback(self, url: str, what: str) -> DispatchError:
+        """The error where no other route does the same."""
+        if self.wrong_address is not None:
+            return DispatchError(f"{self.wrong_address}; one of an older kind cannot {what}")
+        return DispatchError(
+            f"the server at {url} cannot {what}: {self}; it is of an older kind, or its URL is another"
+        )
 
 
-class Client:
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A request under way. held: the server may hold it. tag: the operation that it belongs to."""
+
+    held: bool
+    tag: object
+
+
+class HttpClient:
     """The requests of one event loop to one control plane."""
 
     def __init__(
@@ -77,59 +96,78 @@ class Client:
         transport: httpx.AsyncBaseTransport | None,
         patience: Callable[[], float],
     ) -> None:
-        self._url, self._parts, self._patience = url, urlsplit(url), patience
+        """
+        Args:
+            url: Where the server is.
+            token: The bearer token.
+            namespace: Whose invocations; None for those of the token.
+            transport: What sends the requests in place of our own connections.
+            patience: Returns the seconds for which the plane's callers wait for the server.
+        """
+        self._url = url
+        self._parts = urlsplit(url)
+        self._patience = patience
         below = "/v1" if namespace is None else f"/v1/namespaces/{quote(namespace, safe='')}"
         self._path = self._parts.path.rstrip("/") + below
         self._headers = {"content-type": CONTENT_TYPE, "accept": CONTENT_TYPE}
         if token is not None:
             self._headers["authorization"] = f"Bearer {token}"
         self._transport = transport
-        self._quick: Pool | None = None
-        self._held: Pool | None = None
-        self._streams: HttpxPool | None = None
-        self._scopes: dict[anyio.CancelScope, tuple[bool, object]] = {}  # of the requests under way: held, tag
-        self._idle: anyio.Event | None = None
-        self._hurried = self.closed = False
-        self._answered: set[str] = set()  # routes that have, and so exist
+        self._quick_pool: Pool | None = None
+        self._held_pool: Pool | None = None
+        self._running: dict[anyio.CancelScope, _Running] = {}
+        self._ended: anyio.Event | None = None
+        self._closing = False
+        self.closed = False
+        self._known_routes: set[str] = set()
+        """Routes that have answered, and so exist."""
         self.requests = 0
         """How many requests were begun."""
 
     def open(self) -> None:
-        self._quick, self._held = self._pool(CONNECTIONS), self._pool(None)
+        scheme = self._parts.scheme
+        host = self._parts.hostname or ""
+        if self._transport is None and not uses_proxy(scheme, host):
+            tls = None
+            if scheme == "https":
+                from .httpx_pool import tls_context
 
-    def _pool(self, most: int | None) -> Pool:
-        scheme, host = self._parts.scheme, self._parts.hostname or ""
-        if scheme == "http" and self._transport is None and not proxied(host):
-            return Connections(host, self._parts.port or 80, most)
-        return self._httpx(most)
+                tls = tls_context()
+            port = self._parts.port or (80 if tls is None else 443)
+            self._quick_pool = ConnectionPool(host, port, MAX_CONNECTIONS, tls)
+            self._held_pool = ConnectionPool(host, port, None, tls)
+        else:
+            from .httpx_pool import HttpxPool
 
-    def _httpx(self, most: int | None) -> HttpxPool:
-        return HttpxPool(f"{self._parts.scheme}://{self._parts.netloc}", most, self._transport)
+            base = f"{scheme}://{self._parts.netloc}"
+            self._quick_pool = HttpxPool(base, MAX_CONNECTIONS, self._transport)
+            self._held_pool = HttpxPool(base, None, self._transport)
 
     def hurry(self) -> None:
-        """From now on no request takes longer than GOODBYE_S."""
-        self._hurried = True
-        for scope in self._scopes:
-            scope.deadline = anyio.current_time() + GOODBYE_S
+        """From now on no request takes longer than CLOSE_TIMEOUT."""
+        self._closing = True
+        for scope in self._running:
+            scope.deadline = anyio.current_time() + CLOSE_TIMEOUT
 
     async def close(self) -> None:
-        """Let what is under way end for a moment, cut the rest off, and close the connections."""
+        """Wait a moment for the requests under way, cancel the others, and close the connections."""
         self.closed = True
-        with anyio.move_on_after(GOODBYE_S):
-            while any(not held for held, _ in self._scopes.values()):
+        with anyio.move_on_after(CLOSE_TIMEOUT):
+            while any(not request.held for request in self._running.values()):
                 await self._next_end()
-        for scope in list(self._scopes):
+        for scope in list(self._running):
             scope.cancel()
-        while self._scopes:
+        while self._running:
             await self._next_end()
-        for pool in (self._quick, self._held, self._streams):
+        for pool in (self._quick_pool, self._held_pool):
             if pool is not None:
                 await pool.aclose()
 
     async def _next_end(self) -> None:
         """Wait for the end of a request."""
-        self._idle = self._idle or anyio.Event()
-        await self._idle.wait()
+        if self._ended is None:
+            self._ended = anyio.Event()
+        await self._ended.wait()
 
     # Requests
 
@@ -140,158 +178,177 @@ class Client:
         *,
         id: str = "",
         query: Mapping[str, str] | None = None,
-        held: float = 0.0,
+        hold: float = 0.0,
         tag: object = None,
-        answer: float | None = None,
+        answer_timeout: float | None = None,
     ) -> dict[str, Any]:
-        """One request of the route `name`, and its answer's fields.
+        """Send one request and return the fields of its answer.
 
-        held: seconds that the far side may hold it; answer: seconds without a byte beyond those after which it is given
-        up, by default as long as the plane's patience lets it; tag: what `cut` may know it by. Raises PlaneUnavailable
-        when no answer came or a later one may be better, MissingRoute, and what the answer's error means. Not to be
-        cancelled: call it through `run_to_end`.
+        Not to be cancelled: call it through `run_to_end`.
+
+        Args:
+            name: Of the route.
+            fields: Of the request's body; None for no body.
+            id: The invocation that the path names.
+            query: The query of the URL.
+            hold: Seconds for which the server may hold the request.
+            tag: What `cancel_held` finds the request by.
+            answer_timeout: Seconds without a byte, beyond `hold`, after which the request fails; the default depends on
+                the plane's patience.
+
+        Raises:
+            PlaneUnavailable: No answer came, or a retry may get a better one.
+            MissingRoute: The server has no such route.
+            DispatchError: Or another error that the answer carries.
         """
-        route, request_id = ROUTES[name], new_id()
+        route = ROUTES[name]
+        request_id = new_id()
         where = f"{route.method} {route.path} at {self._url}, request {request_id}"
-        if self.closed or self._quick is None or self._held is None:
+        pool = self._held_pool if hold > 0 else self._quick_pool
+        if self.closed or pool is None:
             raise PlaneUnavailable(f"the plane was closed before {where}")
-        if answer is None:
-            answer = HELD_ANSWER_S if held > 0 else min(ANSWER_S, max(LEAST_ANSWER_S, self._patience()))
-        target = self._path + route.path.replace(":id", quote(id, safe=""))
+        if answer_timeout is not None:
+            timeout = hold + answer_timeout
+        elif hold > 0:
+            timeout = hold + HELD_ANSWER_TIMEOUT
+        else:
+            timeout = min(ANSWER_TIMEOUT, max(MIN_ANSWER_TIMEOUT, self._patience()))
+        target = self._path + route.path
+        if id:
+            target = target.replace(":id", quote(id, safe=""))
         if query:
             target += f"?{urlencode(query)}"
+        headers = self._headers | {REQUEST_ID: request_id}
         body = b"" if fields is None else encode(fields)
         self.requests += 1
         try:
-            with self._under_way(held > 0, tag):
-                pool, headers = self._held if held > 0 else self._quick, self._headers | {REQUEST_ID: request_id}
-                got = await pool.send(route.method, target, headers, body, held + answer)
-                return self._read(name, got, where, id)
-        except LakeshoreError:  # which may be an OSError too
+            with self._under_way(hold > 0, tag):
+                response = await pool.send(route.method, target, headers, body, timeout)
+                return self._decode(name, response, where, id)
+        except LakeshoreError:  # PlaneUnavailable is an OSError too
             raise
         except OSError as exc:
-            raise PlaneUnavailable(f"no answer to {where}: {_said(exc)}") from None  # whose causes say no more
-        raise PlaneUnavailable(f"{where} was broken off: nobody waits for it any more, or the plane was closed")
+            raise PlaneUnavailable(f"no answer to {where}: {_reason(exc)}") from None  # its causes add nothing
+        raise PlaneUnavailable(f"{where} was cancelled: its caller has left, or the plane was closed")
 
-    def cut(self, tag: object) -> None:
-        """Break held requests off that have this tag: their callers are told that the plane is unavailable."""
-        for scope, (held, its) in list(self._scopes.items()):
-            if held and its is tag:
+    def cancel_held(self, tag: object) -> None:
+        """Cancel the held requests with this tag: their callers get PlaneUnavailable."""
+        for scope, request in list(self._running.items()):
+            if request.held and request.tag is tag:
                 scope.cancel()
 
     async def pause(self, seconds: float, tag: object) -> None:
-        """Hold nothing for `seconds`, as long as a request might be held; it ends as such a request does."""
+        """Sleep in place of a held request; it ends as such a request does."""
         with self._under_way(True, tag):
             await anyio.sleep(seconds)
 
     @contextmanager
     def _under_way(self, held: bool, tag: object) -> Generator[None]:
-        scope = anyio.CancelScope(deadline=anyio.current_time() + GOODBYE_S if self._hurried else math.inf)
-        self._scopes[scope] = held, tag
+        scope = anyio.CancelScope(deadline=anyio.current_time() + CLOSE_TIMEOUT if self._closing else math.inf)
+        self._running[scope] = _Running(held, tag)
         try:
             with scope:
                 yield
         finally:
-            del self._scopes[scope]
-            if self._idle is not None:
-                self._idle.set()
-                self._idle = None
+            del self._running[scope]
+            if self._ended is not None:
+                self._ended.set()
+                self._ended = None
 
-    def _read(self, name: str, response: Answer, where: str, id: str) -> dict[str, Any]:
+    async def stream(self, id: str, since: int) -> AsyncGenerator[bytes, None]:
+        """The bytes of a journal after `since`, as they arrive; the first piece is empty and comes with the headers.
+
+        The body may end before the journal does. Raises as `call` does.
+        """
+        route = ROUTES["stream"]
+        request_id = new_id()
+        where = f"GET {route.path} at {self._url}, request {request_id}"
+        pool = self._held_pool
+        if self.closed or pool is None:
+            raise PlaneUnavailable(f"the plane was closed before {where}")
+        target = f"{self._path}{route.path.replace(':id', quote(id, safe=''))}?since={since}"
+        self.requests += 1
+        try:
+            async with pool.stream("GET", target, self._headers | {REQUEST_ID: request_id}) as response:
+                if response.status != 200:
+                    body = bytearray()
+                    while (piece := await response.next_piece()) is not None:
+                        body += piece
+                    self._decode("stream", Response(response.status, response.headers, bytes(body)), where, id)
+                yield b""
+                while (piece := await response.next_piece()) is not None:
+                    yield piece
+        except LakeshoreError:
+            raise
+        except OSError as exc:
+            raise PlaneUnavailable(f"the stream of {where} was cut off: {_reason(exc)}") from exc
+
+    # Responses
+
+    def _decode(self, name: str, response: Response, where: str, id: str) -> dict[str, Any]:
+        """The fields of a response, or the exception that it means."""
         status = response.status
         try:
             fields = decode(response.body, f"the answer to {where}")
         except WireError as exc:
             if status < 400:
-                raise DispatchError(self._stranger(response, where)) from exc
+                raise DispatchError(self._wrong_address(response, where)) from exc
             fields = {}
-        error = fields.get("error")
         if status == 204:
             raise DispatchError(f"expected an answer with a body to {where}, got status 204, which has none")
         if 200 <= status < 300:
-            self._answered.add(name)
+            self._known_routes.add(name)
             return fields
         if status < 400:
             raise DispatchError(
                 f"{where} was redirected to {response.headers.get('location')!r:.200}, which is not followed: a token "
                 "goes to no other address than the one it was given for; use the URL of the control plane itself"
             )
-        if status in (404, 405) and _field(error, "type") != "InvocationNotFound":
-            if name in self._answered and name not in _UNKNOWN and not isinstance(error, dict):
+        error = fields.get("error")
+        kind = _error_text(error, "type")
+        if status in (404, 405) and kind != "InvocationNotFound":
+            is_ours = isinstance(error, dict)
+            if name in self._known_routes and name not in _ROUTES_OF_ONE and not is_ours:
                 raise PlaneUnavailable(f"a {status} that is not the server's own, which has the route: {where}")
-            known = bool(self._answered) or isinstance(error, dict)
-            raise MissingRoute(f"no route {where}", None if known else self._stranger(response, where))
+            is_known = is_ours or bool(self._known_routes)
+            raise MissingRoute(f"no route {where}", None if is_known else self._wrong_address(response, where))
         if status == 413:
-            raise TooLarge(f"{_field(error, 'message') or 'the body is larger than the server takes'} ({where})")
-        kind = _field(error, "type")
-        if status in _LATER or (status >= 500 and kind not in _OURS):
-            said = _field(error, "message") or f"status {status}"
-            raise PlaneUnavailable(f"{said} ({where})")
+            raise TooLarge(f"{_error_text(error, 'message') or 'the body is larger than the server takes'} ({where})")
+        if status in _RETRYABLE or (status >= 500 and kind not in _FINAL_TYPES):
+            raise PlaneUnavailable(f"{_error_text(error, 'message') or f'status {status}'} ({where})")
         raise decode_error(error, status, where, id)
 
-    def _stranger(self, response: Answer, where: str) -> str:
-        """What to say of an answer that no control plane gives."""
-        kind, text = response.headers.get("content-type", "no content type"), response.body[:60].decode("latin-1")
+    def _wrong_address(self, response: Response, where: str) -> str:
+        """The sentence for a response that no control plane sends."""
+        kind = response.headers.get("content-type", "no content type")
+        text = response.body[:60].decode("latin-1")
         return (
             f"expected a control plane at {self._url}, got an answer of status {response.status} ({kind}) that begins with "
             f"{text!r}: no control plane is there, check the URL ({where})"
         )
 
-    async def stream(self, id: str, since: int) -> AsyncGenerator[bytes, None]:
-        """The bytes of a journal after `since`, as they come; none first, once the far side has begun to answer.
 
-        Raises as `call` does; its end may be a drop.
-        """
-        route, request_id = ROUTES["stream"], new_id()
-        where = f"GET {route.path} at {self._url}, request {request_id}"
-        if self.closed:
-            raise PlaneUnavailable(f"the plane was closed before {where}")
-        self._streams = self._streams or self._httpx(None)
-        url = f"{self._parts.scheme}://{self._parts.netloc}{self._path}{route.path.replace(':id', quote(id, safe=''))}"
-        timeout = httpx.Timeout(None, connect=CONNECT_S)
-        headers = self._headers | {REQUEST_ID: request_id}
-        self.requests += 1
-        try:
-            asked = self._streams.client.stream(
-                "GET", url, params={"since": since}, headers=headers, timeout=timeout, follow_redirects=False
-            )
-            async with asked as got:
-                if got.status_code != 200:
-                    self._read("stream", Answer(got.status_code, got.headers, await got.aread()), where, id)
-                yield b""
-                async for chunk in got.aiter_raw():
-                    yield chunk
-        except LakeshoreError:  # which may be a RuntimeError too
-            raise
-        except (httpx.TransportError, httpx.StreamError, RuntimeError, OSError) as exc:
-            raise PlaneUnavailable(f"the stream of {where} broke off: {type(exc).__name__}: {exc}") from exc
+def _error_text(error: object, name: str) -> str:
+    return str(cast("dict[str, Any]", error).get(name) or "") if isinstance(error, dict) else ""
 
 
-_SHAPE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+def _reason(exc: OSError) -> str:
+    return str(exc) if isinstance(exc, RequestFailed) else f"{type(exc).__name__}: {exc}"
 
 
 @contextmanager
-def reading(what: str) -> Generator[None]:
-    """Inside, an answer is taken apart; that it is of another shape is an error of the far side."""
+def decoding(what: str) -> Generator[None]:
+    """Turns what goes wrong inside, where an answer is decoded, into a DispatchError: the server sent another shape."""
     try:
         yield
-    except _SHAPE as exc:
+    except _MALFORMED as exc:
         if isinstance(exc, LakeshoreError):
             raise
         raise DispatchError(f"expected an answer of the protocol to {what}, got another: {exc!r:.200}") from exc
 
 
-def text_of(id: object) -> str:
-    """The id in an answer. To be used within `reading`."""
-    if not isinstance(id, str):
-        raise TypeError(f"expected an invocation's id to be text, got a {type(id).__name__}")
-    return id
-
-
-def _said(exc: OSError) -> str:
-    kind = "" if isinstance(exc, Broken) else f"{type(exc).__name__}: "
-    return f"{kind}{exc}"
-
-
-def _field(error: object, name: str) -> str:
-    return str(cast("dict[str, Any]", error).get(name) or "") if isinstance(error, dict) else ""
+def invocation_id(value: object) -> str:
+    """An id in an answer. To be used within `decoding`."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected an invocation's id to be text, got a {type(value).__name__}")
+    return value

@@ -26,7 +26,7 @@ from ..contract.records import Outcome
 from ..protocol.errors import decode_error
 from ..protocol.messages import decode_outcome, decode_page, encode_cursor
 from ..remote_plane import EARLY_ANSWER_PAUSE, poll_timeout
-from .attempt import MissingRoute, reading, text_of
+from .attempt import MissingRoute, decoding, invocation_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -139,7 +139,7 @@ class Watch:
         while self._newest[poll] is this:
             try:
                 answer = await self._ask(fields, held)
-                with reading("await_many"):
+                with decoding("await_many"):
                     heard = [*decode_news(answer, keys)]
             except MissingRoute:
                 raise
@@ -163,7 +163,7 @@ class Watch:
 
 
 def decode_news(fields: Mapping[str, Any], keys: Iterable[Key]) -> Iterable[News]:
-    """What the answer to an await-many says, about the keys that were asked for. To be used within `reading`."""
+    """What the answer to an await-many says, about the keys that were asked for. To be used within `decoding`."""
     cursors = {(key.id, key.since): key for key in keys if isinstance(key, Cursor)}
     asked = set(keys)
     for id, item in fields.get("results") or ():
@@ -177,7 +177,7 @@ def decode_news(fields: Mapping[str, Any], keys: Iterable[Key]) -> Iterable[News
     for id, since, item in fields.get("pages") or ():
         cursor = cursors.get((id, since))
         if cursor is None or "frames" not in item:
-            yield News("journal", text_of(id))
+            yield News("journal", invocation_id(id))
         else:
             yield News("journal", id, None, (cursor, decode_page(item)))
 

@@ -24,7 +24,7 @@ from ..contract.operations import Append, Appended, Beat, Beaten, Finish, Operat
 from ..contract.records import TERMINAL, Failure, Outcome, Page
 from ..protocol import messages
 from ..protocol.fields import is_list
-from .attempt import Client, MissingRoute, reading
+from .attempt import HttpClient, MissingRoute, decoding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ _SHUTDOWN = Failure("Cancelled", "daemon shutdown grace expired")
 class PlainServer:
     """The far side without our additions."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: HttpClient) -> None:
         self._client = client
         self._lacking: dict[str, float] = {}  # routes, and until when that is believed
         self._said_of: dict[str, tuple[str, str | None]] = {}
@@ -71,7 +71,7 @@ class PlainServer:
 
     def learn(self, route: str, exc: MissingRoute) -> None:
         """The far side has no such route."""
-        self._said_of[route] = str(exc), exc.stranger
+        self._said_of[route] = str(exc), exc.wrong_address
         if not self._said:
             logger.info("the server lacks the route %s: single requests, no heartbeats from now on", route)
         self._said = True
@@ -91,7 +91,7 @@ class PlainServer:
             if isinstance(op, Requeue):
                 return await self._requeue(op)
         except MissingRoute as exc:
-            return exc.nothing()
+            return exc.of_every_server()
         except (DispatchError, ValueError) as exc:
             if isinstance(exc, ConnectionError):
                 raise
@@ -152,10 +152,10 @@ class PlainServer:
 
     async def _await(self, id: str, held: float) -> Outcome:
         try:
-            fields = await self._client.call("await", {"invocation_id": id, "timeout_s": held}, id=id, held=held)
+            fields = await self._client.call("await", {"invocation_id": id, "timeout_s": held}, id=id, hold=held)
         except (MissingRoute, InvocationNotFound):
             return Outcome(id, "unknown")
-        with reading("await"):
+        with decoding("await"):
             return messages.decode_outcome(id, fields)
 
     async def page(self, id: str, since: int, limit: int, max_bytes: int) -> Page:

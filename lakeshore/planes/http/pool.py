@@ -1,320 +1,365 @@
-"""Requests and answers over a pool of connections: our own for plain HTTP, httpx for TLS, proxies and other transports.
+"""Requests and responses over a small pool of connections to one server: h11 over anyio's streams, plain or TLS.
 
-Half of what a small request costs in httpx goes into objects that nobody here looks at, and into a timeout around each
-step. One request after the other on a connection, HTTP/1.1, is little enough to be written down: RFC 9112.
+h11 parses HTTP/1.1, and this module moves the bytes. A connection carries one request at a time. It is used again only
+after a response that ended where its headers said, with nothing behind it: bytes that no request asked for would become
+the answer to somebody else's next request. httpx serves proxies and transports of the caller, see `httpx_pool`: its
+general machinery costs four times as much for a small request.
 """
 
 from __future__ import annotations
 
 import re
 import select
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
-import httpx
+import h11
 from anyio.abc import SocketAttribute
+from anyio.streams.tls import TLSAttribute
+
+from ..protocol.routes import REQUEST_ID
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import ssl
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
 
-    from anyio.abc import SocketStream
+    from anyio.abc import ByteStream
 
-__all__ = ["CONNECT_S", "Answer", "Broken", "Connections", "HttpxPool", "Pool", "check_address", "proxied"]
+__all__ = [
+    "CONNECT_TIMEOUT",
+    "ConnectionPool",
+    "Pool",
+    "RequestFailed",
+    "Response",
+    "StreamedResponse",
+    "check_request_id",
+]
 
-CONNECT_S = 5.0
-PIECE = 256 << 10
-"""Bytes of a large body that are sent at a time: each has the whole time for an answer to itself."""
-MOST_HEAD = 64 << 10
-REQUEST_ID = "x-request-id"
-MOST_LINES = 16
-"""Interim answers before an answer, and trailers after it."""
-_NO_BODY = frozenset({204, 304})
+CONNECT_TIMEOUT = 5.0
+"""Seconds for a new connection, its TLS handshake included."""
+PIECE_BYTES = 256 << 10
+"""Bytes of a body that are sent or received at a time. The timeout of a request starts again with each piece."""
+DECRYPT_SECONDS = 0.005
+"""How long bytes that have arrived on a TLS connection may take through its decryption, before the next look at it."""
+MAX_HEADER_BYTES = 64 << 10
+"""Bytes of a response's status line and headers, of one chunk's header, and of all trailers."""
+MAX_RESPONSE_BYTES = 4 << 30
+"""Bytes of a response's body: far more than any server sends, and a bound for one that never ends."""
+MAX_INTERIM_RESPONSES = 16
+"""Responses of status 1xx before the response itself."""
+
+_LENIENT_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
+"""A line that ends in a bare LF, or that continues the line before it. h11 accepts both. Other parsers read such a head
+differently, so a proxy may see another response in it than we do: RFC 9112, sections 2.2 and 5.2."""
+_OUR_REQUEST_ID = re.compile("[0-9A-Z]{26}")
 
 
-class Answer(NamedTuple):
-    """What came back. headers: by their names in lower case."""
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole response. headers: by their names in lower case."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
 
-class Pool(Protocol):
-    """Where requests are sent. Raises OSError for whatever keeps an answer from coming."""
+@dataclass(frozen=True, slots=True)
+class StreamedResponse:
+    """A response whose body is still arriving. next_piece: waits for more of the body, and returns None after its end."""
 
-    async def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes, read: float) -> Answer:
-        """One request; read: seconds without a byte after which it is given up. It may be sent twice."""
+    status: int
+    headers: Mapping[str, str]
+    next_piece: Callable[[], Awaitable[bytes | None]]
+
+
+class Pool(Protocol):
+    """Where requests are sent. Both methods raise OSError for whatever keeps a response from arriving."""
+
+    async def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes, timeout: float) -> Response:
+        """Send one request and receive its response; the request may reach the server twice.
+
+        Args:
+            method: GET or POST.
+            target: Path and query.
+            headers: All but host and content-length.
+            body: The request's body.
+            timeout: Seconds without a byte in either direction after which the request fails with TimeoutError.
+        """
+        ...
+
+    def stream(
+        self, method: str, target: str, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[StreamedResponse]:
+        """Send one request without a body on a connection of its own; the response's body may pause for any time."""
         ...
 
     async def aclose(self) -> None: ...
 
 
-class Broken(OSError):
-    """The far side closed the connection in the middle of an answer, or what it said is no answer."""
+class RequestFailed(OSError):
+    """There is no connection, or the server closed it before the end of the response, or sent what is no HTTP/1.1."""
 
 
-class _Stale(Broken):
-    """The far side had closed the connection before it saw the request, as it may at any time between two."""
+class StaleConnection(RequestFailed):
+    """The server closed the connection before it sent a byte of a response, as it may do between two requests."""
 
 
 class _Connection:
     """One connection, used by one request at a time."""
 
-    def __init__(self, stream: SocketStream) -> None:
+    def __init__(self, stream: ByteStream) -> None:
         self.stream = stream
+        self._encrypted = stream.extra(TLSAttribute.ssl_object, None) is not None
         self._socket = stream.extra(SocketAttribute.raw_socket)
-        self._buffer = bytearray()
+        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEADER_BYTES)
+        self._head = bytearray()  # the bytes received up to and including the response's headers
+        self._timeout = 0.0
         self._scope = anyio.CancelScope()
-        self._read = 0.0
 
-    def spoilt(self) -> bool:
-        """Whether there is something to read before anything was asked: an answer to nobody, or the connection's end."""
-        return bool(self._buffer) or _readable(self._socket.fileno())
+    async def has_unread(self) -> bool:
+        """Whether there is something to read before a request was sent: a response to nothing, or the connection's end."""
+        if not self._encrypted:
+            return _is_readable(self._socket.fileno())
+        # Of TLS also what is in the buffers of the stream counts; what is not data, such as session tickets, does not.
+        while True:
+            arrived = _is_readable(self._socket.fileno())
+            with anyio.move_on_after(DECRYPT_SECONDS if arrived else 0):
+                try:
+                    await self.stream.receive(1)
+                except (anyio.EndOfStream, anyio.BrokenResourceError, OSError):
+                    pass
+                return True
+            if not arrived:
+                return False
 
-    async def exchange(self, head: bytes, body: bytes, read: float) -> tuple[Answer, bool]:
-        """The answer, and whether the connection can be used again."""
-        self._read, self._scope = read, anyio.CancelScope(deadline=anyio.current_time() + read)
+    async def exchange(self, request: h11.Request, body: bytes, timeout: float) -> Response:
+        """Send a request and receive its whole response. Raises RequestFailed, TimeoutError."""
+        self._timeout = timeout
+        self._scope = anyio.CancelScope(deadline=anyio.current_time() + timeout)
         with self._scope:
-            refused: Exception | None = None
-            try:
-                await self._send(head, body)
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
-                refused = exc  # it may have said why before it closed
-            try:
-                return await self._answer()
-            except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
-                if not self._buffer:
-                    raise _Stale("the connection was closed before an answer came") from refused or exc
-                raise Broken("the connection was closed in the middle of an answer") from exc
-        raise TimeoutError(f"not a byte of an answer for {read:g} s")
+            response = await self.begin(request, body)
+            pieces: list[bytes] = []
+            received = 0
+            while (piece := await self.next_piece()) is not None:
+                received += len(piece)
+                if received > MAX_RESPONSE_BYTES:
+                    raise RequestFailed(f"expected an answer of at most {MAX_RESPONSE_BYTES} bytes, got more")
+                pieces.append(piece)
+            return Response(response.status_code, _headers(response), b"".join(pieces))
+        raise TimeoutError(f"no byte of an answer within {timeout:g} s")
 
-    async def _send(self, head: bytes, body: bytes) -> None:
-        if len(body) <= PIECE:
-            await self.stream.send(head + body)
+    async def begin(self, request: h11.Request, body: bytes) -> h11.Response:
+        """Send a request and receive the status and headers of its response."""
+        self._head.clear()
+        send_error: Exception | None = None
+        try:
+            await self._send(request, body)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
+            send_error = exc  # the server may have sent a response that tells why, before it closed the connection
+        try:
+            return await self._receive_head()
+        except StaleConnection as exc:
+            raise exc from send_error
+
+    async def _send(self, request: h11.Request, body: bytes) -> None:
+        head = self._http.send(request) or b""
+        if len(body) <= PIECE_BYTES:
+            data = self._http.send(h11.Data(data=body)) or b""
+            self._http.send(h11.EndOfMessage())
+            await self.stream.send(head + data)
             return
         await self.stream.send(head)
         view = memoryview(body)
-        for start in range(0, len(body), PIECE):
-            await self.stream.send(bytes(view[start : start + PIECE]))
-            self._scope.deadline = anyio.current_time() + self._read
+        for start in range(0, len(body), PIECE_BYTES):
+            piece = bytes(view[start : start + PIECE_BYTES])
+            await self.stream.send(self._http.send(h11.Data(data=piece)) or b"")
+            self._restart_timeout()
+        self._http.send(h11.EndOfMessage())
 
-    async def _more(self) -> None:
-        self._buffer += await self.stream.receive(1 << 18)
-        self._scope.deadline = anyio.current_time() + self._read
+    def _restart_timeout(self) -> None:
+        if self._timeout:
+            self._scope.deadline = anyio.current_time() + self._timeout
 
-    async def _line(self, end: bytes, most: int) -> bytes:
-        """What comes before `end`, which is taken too."""
-        start = 0
-        while (at := self._buffer.find(end, start)) < 0:
-            if len(self._buffer) > most:
-                raise Broken(f"expected an answer whose head is at most {most} bytes, got more")
-            start = max(0, len(self._buffer) - len(end))
-            await self._more()
-        line = bytes(self._buffer[:at])
-        del self._buffer[: at + len(end)]
-        return line
+    async def _receive_head(self) -> h11.Response:
+        for _ in range(MAX_INTERIM_RESPONSES + 1):
+            event = await self._next_event()
+            unread, _ = self._http.trailing_data
+            head = self._head[: len(self._head) - len(unread)]
+            del self._head[: len(head)]
+            if _LENIENT_LINE.search(head):
+                raise RequestFailed(
+                    "expected an HTTP/1.1 answer, got one with a header over several lines, or a bare LF"
+                )
+            if isinstance(event, h11.Response):
+                self._check_framing(event)
+                return event
+            if not isinstance(event, h11.InformationalResponse):
+                break
+        raise RequestFailed(f"expected an answer after at most {MAX_INTERIM_RESPONSES} interim ones, got more")
 
-    async def _take(self, size: int) -> bytes:
-        while len(self._buffer) < size:
-            await self._more()
-        data = bytes(self._buffer[:size])
-        del self._buffer[:size]
+    @staticmethod
+    def _check_framing(response: h11.Response) -> None:
+        """Raises RequestFailed for two statements of the body's length, of which another parser might believe the other."""
+        names = {name for name, _ in response.headers}
+        if b"transfer-encoding" in names and b"content-length" in names:
+            raise RequestFailed("expected an HTTP/1.1 answer, got one with both Transfer-Encoding and Content-Length")
+
+    async def next_piece(self) -> bytes | None:
+        """The next piece of the response's body; None after the last."""
+        event = await self._next_event()
+        return event.data if isinstance(event, h11.Data) else None
+
+    async def _next_event(self) -> object:
+        ended = False
+        while True:
+            try:
+                event = self._http.next_event()
+            except h11.RemoteProtocolError as exc:
+                if ended:
+                    raise RequestFailed("the connection was closed in the middle of an answer") from exc
+                raise RequestFailed(f"expected an HTTP/1.1 answer, got something else: {exc!s:.200}") from exc
+            if event is not h11.NEED_DATA:
+                return event
+            data = await self._receive()
+            ended = not data
+            self._http.receive_data(data)
+
+    async def _receive(self) -> bytes:
+        """The next bytes, none at the end of the connection."""
+        waiting = self._http.their_state is h11.SEND_RESPONSE
+        try:
+            data = await self.stream.receive(MAX_HEADER_BYTES if waiting else PIECE_BYTES)
+        except anyio.EndOfStream:
+            data = b""
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
+            if waiting and not self._head:
+                raise StaleConnection("the connection was closed before an answer came") from exc
+            raise RequestFailed("the connection was closed in the middle of an answer") from exc
+        if waiting:
+            if not data and not self._head:
+                raise StaleConnection("the connection was closed before an answer came")
+            self._head += data
+        self._restart_timeout()
         return data
 
-    async def _answer(self) -> tuple[Answer, bool]:
-        for _ in range(MOST_LINES):
-            version, status, headers = _head(await self._line(b"\r\n\r\n", MOST_HEAD))
-            if status >= 200:
-                break
-        else:  # what comes before the answer itself is passed over, but not for ever
-            raise Broken(f"expected an answer after at most {MOST_LINES} interim ones, got more")
-        keep = version == b"HTTP/1.1" and "close" not in headers.get("connection", "").lower()
-        length = headers.get("content-length", "")
-        if status in _NO_BODY:
-            body = b""
-        elif headers.get("transfer-encoding", "").lower() == "chunked":
-            body = await self._chunks()
-        elif re.fullmatch("[0-9]{1,12}", length):
-            body = await self._take(int(length))
-        elif length or "transfer-encoding" in headers:
-            raise Broken("expected an answer whose length can be told, got another")
-        else:
-            body, keep = await self._rest(), False
-        return Answer(status, headers, body), keep and not self._buffer
-
-    async def _chunks(self) -> bytes:
-        parts: list[bytes] = []
-        while True:
-            line = (await self._line(b"\r\n", MOST_HEAD)).split(b";")[0].strip()
-            if not re.fullmatch(b"[0-9a-fA-F]{1,8}", line):
-                raise Broken(f"expected the size of a chunk, got {line[:40]!r}")
-            size = int(line, 16)
-            if size == 0:
-                await self._trailers()
-                return b"".join(parts)
-            parts.append(await self._take(size))
-            if await self._take(2) != b"\r\n":
-                raise Broken("expected the end of a chunk, got more of it")
-
-    async def _trailers(self) -> None:
-        for _ in range(MOST_LINES):
-            if not await self._line(b"\r\n", MOST_HEAD):
-                return
-        raise Broken(f"expected at most {MOST_LINES} lines after the last chunk, got more")
-
-    async def _rest(self) -> bytes:
-        while True:
-            try:
-                await self._more()
-            except anyio.EndOfStream:
-                return await self._take(len(self._buffer))
+    def reset(self) -> bool:
+        """Prepare for the next request; False where the connection cannot carry another one."""
+        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+            return False
+        if self._http.trailing_data[0]:
+            return False
+        self._http.start_next_cycle()
+        return True
 
 
-def _head(block: bytes) -> tuple[bytes, int, dict[str, str]]:
-    first, *lines = block.split(b"\r\n")
-    version, _, rest = first.partition(b" ")
-    code = rest[:3]
-    if not version.startswith(b"HTTP/1.") or not re.fullmatch(b"[1-9][0-9][0-9]", code):
-        raise Broken(f"expected an HTTP/1.1 answer, got {first[:60]!r}")
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, _, value = line.decode("latin-1").partition(":")
-        headers[name.lower()] = value.strip()
-    return version, int(code), headers
+class ConnectionPool:
+    """Connections to one server, kept open between requests."""
 
-
-class Connections:
-    """Connections to one plain HTTP server, kept open between requests. most: how many; None: as many as it takes."""
-
-    def __init__(self, host: str, port: int, most: int | None) -> None:
-        self._host, self._port = host, port
-        self._places = None if most is None else anyio.Semaphore(most)
+    def __init__(self, host: str, port: int, limit: int | None, tls: ssl.SSLContext | None) -> None:
+        """
+        Args:
+            host: Name or address of the server.
+            port: Its port.
+            limit: Most requests at a time; the others wait for their turn. None: no limit.
+            tls: How to encrypt and whom to trust; None for plain HTTP.
+        """
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._slots = None if limit is None else anyio.Semaphore(limit)
         self._idle: list[_Connection] = []
-        name = f"[{host}]" if ":" in host else host
-        self._name = name if port == 80 else f"{name}:{port}"
+        self._streaming: set[_Connection] = set()
         self._closed = False
+        name = f"[{host}]" if ":" in host else host
+        default_port = 80 if tls is None else 443
+        self._host_header = name if port == default_port else f"{name}:{port}"
 
-    async def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes, read: float) -> Answer:
-        lines = [f"{method} {target} HTTP/1.1", f"host: {self._name}", *(f"{k}: {v}" for k, v in headers.items())]
-        head = "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode("latin-1")
-        if self._places is None:
-            return await self._exchange(head, body, read, headers)
-        async with self._places:
-            return await self._exchange(head, body, read, headers)
+    def _request(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> h11.Request:
+        lines = [("host", self._host_header), *headers.items(), ("content-length", str(len(body)))]
+        return h11.Request(method=method, target=target, headers=lines)
 
-    async def _exchange(self, head: bytes, body: bytes, read: float, headers: Mapping[str, str]) -> Answer:
+    async def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes, timeout: float) -> Response:
+        request = self._request(method, target, headers, body)
+        if self._slots is None:
+            return await self._send(request, headers, body, timeout)
+        async with self._slots:
+            return await self._send(request, headers, body, timeout)
+
+    async def _send(self, request: h11.Request, headers: Mapping[str, str], body: bytes, timeout: float) -> Response:
         while True:
-            used = bool(self._idle)
-            connection = self._idle.pop() if used else await self._connect()
-            keep = False
+            is_new = not self._idle
+            connection = await self._connect() if is_new else self._idle.pop()
+            reusable = False
             try:
-                if used and connection.spoilt():
+                if await connection.has_unread():
+                    if is_new:
+                        raise RequestFailed("expected a server that waits for a request, got bytes before it was sent")
                     continue
-                answer, reusable = await connection.exchange(head, body, read)
-                _check_echo(headers, answer)
-                keep = reusable
-                return answer
-            except _Stale:
-                if not used:
+                response = await connection.exchange(request, body, timeout)
+                check_request_id(headers, response.headers)
+                reusable = connection.reset()
+                return response
+            except StaleConnection:
+                if is_new:
                     raise
             finally:
-                if keep and not self._closed:
+                if reusable and not self._closed:
                     self._idle.append(connection)
                 else:
                     await anyio.aclose_forcefully(connection.stream)
 
+    @asynccontextmanager
+    async def stream(
+        self, method: str, target: str, headers: Mapping[str, str]
+    ) -> AsyncGenerator[StreamedResponse, None]:
+        connection = await self._connect()
+        self._streaming.add(connection)
+        try:
+            response = await connection.begin(self._request(method, target, headers, b""), b"")
+            yield StreamedResponse(response.status_code, _headers(response), connection.next_piece)
+        finally:
+            self._streaming.discard(connection)
+            await anyio.aclose_forcefully(connection.stream)
+
     async def _connect(self) -> _Connection:
         if self._closed:
-            raise Broken("the plane was closed")
+            raise RequestFailed("the plane was closed")
         try:
-            with anyio.move_on_after(CONNECT_S):
-                return _Connection(await anyio.connect_tcp(self._host, self._port))
-        except OSError as exc:  # anyio tells the reason as its cause
-            raise Broken(f"no connection: {exc.__cause__ or exc}") from exc
-        raise Broken(f"no connection within {CONNECT_S:g} s")
+            with anyio.move_on_after(CONNECT_TIMEOUT):
+                if self._tls is None:
+                    return _Connection(await anyio.connect_tcp(self._host, self._port))
+                return _Connection(await anyio.connect_tcp(self._host, self._port, ssl_context=self._tls))
+        except OSError as exc:  # anyio gives the reason as its cause
+            raise RequestFailed(f"no connection: {exc.__cause__ or exc}") from exc
+        except (anyio.EndOfStream, anyio.BrokenResourceError) as exc:
+            raise RequestFailed("no connection: the server closed it during the TLS handshake") from exc
+        raise RequestFailed(f"no connection within {CONNECT_TIMEOUT:g} s")
 
     async def aclose(self) -> None:
         self._closed = True
-        while self._idle:
-            await anyio.aclose_forcefully(self._idle.pop().stream)
+        for connection in [*self._idle, *self._streaming]:
+            await anyio.aclose_forcefully(connection.stream)
+        self._idle.clear()
 
 
-class HttpxPool:
-    """The same with httpx."""
-
-    def __init__(self, base: str, most: int | None, transport: httpx.AsyncBaseTransport | None) -> None:
-        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=60.0)
-        self._base = base
-        self.client = httpx.AsyncClient(limits=limits, transport=transport, follow_redirects=False)
-
-    async def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes, read: float) -> Answer:
-        timeout = httpx.Timeout(read, connect=CONNECT_S, pool=None)
-        request = self.client.build_request(
-            method, self._base + target, content=body or None, headers=dict(headers), timeout=timeout
-        )
-        try:
-            response = await self.client.send(request)
-        except httpx.ConnectError as exc:
-            raise Broken(f"no connection: {exc}") from exc
-        except (httpx.TransportError, RuntimeError) as exc:  # RuntimeError: the client was closed meanwhile
-            raise Broken(f"{type(exc).__name__}: {exc}") from exc
-        answer = Answer(response.status_code, response.headers, response.content)
-        _check_echo(headers, answer)
-        return answer
-
-    async def aclose(self) -> None:
-        await self.client.aclose()
+def _headers(response: h11.Response) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
 
 
-def _readable(number: int) -> bool:
+def _is_readable(fd: int) -> bool:
     if not hasattr(select, "poll"):
-        return bool(select.select([number], [], [], 0)[0])
+        return bool(select.select([fd], [], [], 0)[0])
     poll = select.poll()
-    poll.register(number, select.POLLIN)
+    poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
 
 
-def _check_echo(headers: Mapping[str, str], answer: Answer) -> None:
-    """Raises Broken for an answer that says another request's id; what proxies put there does not look like ours."""
-    asked, got = headers.get(REQUEST_ID), answer.headers.get(REQUEST_ID)
-    if asked is not None and got is not None and got != asked and re.fullmatch("[0-9A-Z]{26}", got):
-        raise Broken(f"expected the answer to request {asked}, got that to request {got}")
-
-
-def proxied(host: str) -> bool:
-    """Whether the environment wants requests to this host to go through a proxy."""
-    proxies = getproxies()
-    return ("http" in proxies or "all" in proxies) and not proxy_bypass(host)
-
-
-def check_address(url: str, token: str | None) -> None:
-    """Raises ValueError for what is no URL of a control plane, or no token: both become lines of a request."""
-    such = "expected the URL of a control plane, such as http://127.0.0.1:8750"
-    said = f"{such}, got {url.rpartition('@')[2]!r}"
-    try:
-        parts = urlsplit(url)
-        whole = bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        raise ValueError(f"{said}: a port is a number from 1 to 65535, an address of IPv6 stands in brackets") from None
-    if "@" in url or parts.query or parts.fragment:
-        safe = f"{parts.scheme}://{parts.hostname}" if parts.hostname else re.split("[?#]", url.rpartition("@")[2])[0]
-        raise ValueError(
-            f"{such}, without a user or a query in it, got {safe!r}: "
-            "give a token with token=, LAKESHORE_CLIENT_TOKEN or --token-file"
-        )
-    if parts.scheme not in ("http", "https"):
-        hint = f": write http://{url}" if re.fullmatch(r"[\w.-]+(:[0-9]+)?(/\S*)?", url, re.ASCII) else ""
-        raise ValueError(f"{said}: it begins with http:// or https://{hint}")
-    if not whole or not _is_plain(url):
-        raise ValueError(f"{said}: behind http:// or https:// comes the name of a host, in plain ASCII without spaces")
-    if token is not None and (not token or not _is_plain(token)):
-        raise ValueError(
-            f"expected a token, printable ASCII without spaces, got {len(token)} characters of another kind: "
-            "take the one line that `lakeshore token create` printed"
-        )
-
-
-def _is_plain(text: str) -> bool:
-    return text.isascii() and text.isprintable() and " " not in text
+def check_request_id(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
+    """Raises RequestFailed for a response with the id of another request; the ids of proxies do not look like ours."""
+    expected = sent.get(REQUEST_ID)
+    got = received.get(REQUEST_ID)
+    if expected is not None and got is not None and got != expected and _OUR_REQUEST_ID.fullmatch(got):
+        raise RequestFailed(f"expected the answer to request {expected}, got that to request {got}")

@@ -34,10 +34,10 @@ from ..protocol import messages
 from ..protocol.errors import TooLarge, decode_error
 from ..protocol.fields import is_list
 from ..remote_plane import RemotePlane
-from .attempt import Client, MissingRoute, reading, text_of
+from .address import check_address
+from .attempt import HttpClient, MissingRoute, decoding, invocation_id
 from .long_polls import Watch
 from .older_server import PlainServer
-from .pool import check_address
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ class HttpStore:
 
     def __init__(self, plane: HttpDispatch) -> None:
         self._plane = plane
-        self.client = Client(plane.url, plane.token, plane.namespace, plane.transport, lambda: plane.patience)
+        self.client = HttpClient(plane.url, plane.token, plane.namespace, plane.transport, lambda: plane.patience)
         self._plain = PlainServer(self.client)
 
     async def open(self) -> None:
@@ -135,7 +135,9 @@ class HttpStore:
             return self._heard("purge", lambda fields: int(fields.get("count") or 0), fields)
         except MissingRoute as exc:
             raise (
-                exc.nothing() if type(op) is Claim else exc.lacking(self._plane.url, type(op).__name__.lower())
+                exc.of_every_server()
+                if type(op) is Claim
+                else exc.without_fallback(self._plane.url, type(op).__name__.lower())
             ) from None
         except PlaneUnavailable:
             raise
@@ -148,14 +150,14 @@ class HttpStore:
             if op.poll_id is None:
                 return []
             asked = op._replace(queues=op.queues or ("default",), limit=0)  # of none it does not matter which queue
-        fields = await self._call("poll", messages.encode_claim(asked), held=op.wait, tag=op)
+        fields = await self._call("poll", messages.encode_claim(asked), hold=op.wait, tag=op)
         claims = self._heard("poll", partial(messages.decode_claim_answer, asked), fields)
         return list({(one.id, one.attempt): one for one in claims}.values())  # each body runs once
 
     async def _beat(self, op: Beat) -> Beaten:
         try:
             asked, answer = messages.encode_beat(op), min(max(1.0, op.lease / 6), 15.0)
-            fields = await self._call("heartbeat", asked, held=op.wait, tag=op, answer=answer)
+            fields = await self._call("heartbeat", asked, hold=op.wait, tag=op, answer_timeout=answer)
             return self._heard("heartbeat", messages.decode_beat_answer, fields)
         except MissingRoute:
             return await self._plain.beat(op)
@@ -198,7 +200,7 @@ class HttpStore:
         return op.reason if isinstance(op, Requeue) else "cancel" if isinstance(op, Cancel) else _SINGLE[type(op)][0]
 
     def _heard(self, name: str, hear: Callable[[Any], T], answer: Any) -> T:
-        with reading(f"{name} at {self._plane.url}"):
+        with decoding(f"{name} at {self._plane.url}"):
             return hear(answer)
 
     def _answers(self, name: str, ops: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -230,7 +232,7 @@ class HttpStore:
                 return
             except DispatchError as exc:
                 logger.debug("what a poll took whose caller left may come back only with its lease: %s", exc)
-        self.client.cut(op)
+        self.client.cancel_held(op)
 
     # Reads
 
@@ -271,7 +273,7 @@ class HttpStore:
         try:
             fields = await self._read("invocations", query=query)
         except MissingRoute as exc:
-            raise exc.lacking(self._plane.url, "list invocations") from None
+            raise exc.without_fallback(self._plane.url, "list invocations") from None
         return self._heard(
             "invocations", lambda got: [messages.decode_row(row) for row in got.get("invocations") or ()], fields
         )
@@ -287,7 +289,7 @@ class HttpStore:
         try:
             return await self._read("queues", query=query)
         except MissingRoute as exc:
-            raise exc.lacking(self._plane.url, "count its queues") from None
+            raise exc.without_fallback(self._plane.url, "count its queues") from None
 
     # What time and others do
 
@@ -306,7 +308,7 @@ class HttpStore:
 
     async def _ask_watch(self, fields: Fields, held: float) -> Mapping[str, Any]:
         def ask() -> Awaitable[Mapping[str, Any]]:
-            return run_to_end(partial(self._call, "await_many", fields, held=held), may_leave=True)
+            return run_to_end(partial(self._call, "await_many", fields, hold=held), may_leave=True)
 
         answer = await across(self.home, ask)
         self._plane.reached()
@@ -314,7 +316,7 @@ class HttpStore:
 
 
 def _outcomes(fields: Fields) -> dict[str, Outcome]:
-    return {text_of(id): _outcome(id, item) for id, item in fields.get("results") or ()}
+    return {invocation_id(id): _outcome(id, item) for id, item in fields.get("results") or ()}
 
 
 def _page(id: str, fields: Fields) -> Page:

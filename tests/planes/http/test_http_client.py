@@ -301,14 +301,14 @@ async def test_an_answer_is_waited_for_as_long_as_the_patience_lets_it(patience:
 
 
 async def test_a_mute_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dreamlake.lakeshore.planes.http.attempt.LEAST_ANSWER_S", 0.3)
+    monkeypatch.setattr("dreamlake.lakeshore.planes.http.attempt.MIN_ANSWER_TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         async with dls.HttpDispatch(url) as plane:
             plane.patience = 0.2
             with anyio.fail_after(20):
                 sentence = (
-                    rf"^no answer to POST \S+ at {url}, request \S+: TimeoutError: not a byte of an answer for 0.3 s$"
+                    rf"^no answer to POST \S+ at {url}, request \S+: TimeoutError: no byte of an answer within 0.3 s$"
                 )
                 with pytest.raises(dls.PlaneUnavailable, match=sentence):
                     await plane.submit("q", b"x")
@@ -520,9 +520,9 @@ async def test_the_token_is_shown_by_nothing(
 
 
 SECRET = "give a token with token=, LAKESHORE_CLIENT_TOKEN or --token-file"
-NO_HOST = "behind http:// or https:// comes the name of a host, in plain ASCII without spaces"
+NO_HOST = "after http:// or https:// comes the name of a host, in ASCII without spaces"
 SCHEME = "it begins with http:// or https://"
-PORT = "a port is a number from 1 to 65535, an address of IPv6 stands in brackets"
+PORT = "a port is a number from 1 to 65535, an IPv6 address stands in brackets"
 
 
 @pytest.mark.parametrize(

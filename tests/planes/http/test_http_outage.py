@@ -21,7 +21,7 @@ from proxy import proxy_before
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract.operations import Fence
 from dreamlake.lakeshore.planes.contract.records import RowFilter
-from dreamlake.lakeshore.planes.http import attempt as client
+from dreamlake.lakeshore.planes.http import attempt
 from dreamlake.lakeshore.testing import running_worker
 
 if TYPE_CHECKING:
@@ -250,8 +250,8 @@ async def test_connections_that_died_without_a_word_are_given_up(
     tmp_path: Path, started: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a router that has forgotten them. Here the seconds that this takes are made few."""
-    monkeypatch.setattr(client, "ANSWER_S", 1.0)
-    monkeypatch.setattr(client, "HELD_ANSWER_S", 1.0)
+    monkeypatch.setattr(attempt, "ANSWER_TIMEOUT", 1.0)
+    monkeypatch.setattr(attempt, "HELD_ANSWER_TIMEOUT", 1.0)
     monkeypatch.setattr("dreamlake.lakeshore.planes.remote_plane.POLL_TIMEOUT", 1.0)
     monkeypatch.setattr("dreamlake.lakeshore.planes.http.long_polls.POLL_TIMEOUT", 1.0)
     server = started.server(tmp_path / "plane.db")

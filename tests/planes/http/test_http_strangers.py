@@ -379,35 +379,3 @@ async def test_small_outcomes_and_large_ones_come_in_answers_of_their_own() -> N
             left -= answers[-1]
             assert found.more == bool(left)
         assert sorted(map(sorted, answers)) == [["i0", "i2", "i4", "i6"], ["i1", "i3", "i5", "i7"]]
-
-
-# What is no HTTP -----------------------------------------------------------------------------------------------------
-
-OK = b"HTTP/1.1 200 OK\r\n"
-CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (b"HTTP/1.1 102 Processing\r\n\r\n" * 100, "expected an answer after at most 16 interim ones, got more"),
-        (
-            CHUNKED + b"1\r\n\x80\r\n0\r\n" + b"a: b\r\n" * 100,
-            "expected at most 16 lines after the last chunk, got more",
-        ),
-        (CHUNKED + b"0x1\r\n\x80\r\n0\r\n\r\n", "expected the size of a chunk, got b'0x1'"),
-        (CHUNKED + b"+1\r\n\x80\r\n0\r\n\r\n", "expected the size of a chunk, got b'[+]1'"),
-        (CHUNKED + b"-1\r\n\x80\r\n0\r\n\r\n", "expected the size of a chunk, got b'-1'"),
-        (CHUNKED + b"123456789\r\n\x80\r\n", "expected the size of a chunk, got b'123456789'"),
-        (OK + b"content-length: 1234567890123\r\n\r\n", "expected an answer whose length can be told"),
-        (OK + b"content-length: +1\r\n\r\n\x80", "expected an answer whose length can be told"),
-        (b"HTTP/1.1 099 What\r\n\r\n", "expected an HTTP/1.1 answer, got b'HTTP/1.1 099 What'"),
-    ],
-    ids=lambda value: repr(value[:60]),
-)
-async def test_an_answer_that_is_no_http_is_given_up(answer: bytes, said: str) -> None:
-    async with raw(lambda head: [answer]) as url, dls.HttpDispatch(url) as plane:
-        plane.patience = 0.0
-        with anyio.fail_after(20):
-            with pytest.raises(dls.PlaneUnavailable, match=said):
-                await plane.submit("q", b"x")
