@@ -280,8 +280,8 @@ def test_each_dependency_has_a_lower_bound_and_a_reason() -> None:
     for one in (*PROJECT["project"]["dependencies"], *(one for extra in extras.values() for one in extra)):
         if one.startswith("dreamlake-lakeshore["):
             continue
-        bound = r"[a-z0-9-]+(\[[a-z,]+\])?>=\d+(\.\d+)*(; sys_platform != 'win32')?"
-        assert re.fullmatch(bound, one), f"{one}: expected one lower bound"
+        bound = r"[a-z0-9-]+(\[[a-z,]+\])?>=\d+(\.\d+)*(,<\d+(\.\d+)*)?(; sys_platform != 'win32')?"
+        assert re.fullmatch(bound, one), f"{one}: expected one lower bound, and an upper one at most"
         assert re.search(rf'^    "{re.escape(one)}", +# \w', text, re.MULTILINE), (
             f"{one}: say on its line what it is for"
         )

@@ -75,13 +75,13 @@ SUBMITS = st.builds(
 )  # fmt: skip
 CLAIMS = st.builds(
     Claim, st.lists(NAMES, min_size=1, max_size=3).map(tuple), NAMES, st.integers(1, messages.MAX_CLAIMED),
-    st.none() | st.floats(0.001, 1e9), st.integers(1, 2**31), st.none() | IDS,
+    st.none() | st.floats(0.001, 1e9), st.integers(1, 2**31), st.none() | IDS, st.booleans(), SECONDS, st.booleans(),
 )  # fmt: skip
 CLAIMED = st.builds(
     Claimed, IDS, NAMES, BYTES, st.integers(1, 2**31), COUNTS, COUNTS, SEQS, st.booleans(), st.none() | IDS,
     st.none() | IDS, st.none() | SOME_BYTES,
 )  # fmt: skip
-BEATS = st.builds(Beat, NAMES, PAIRS.map(tuple), st.floats(0.001, 1e9))
+BEATS = st.builds(Beat, NAMES, PAIRS.map(tuple), st.floats(0.001, 1e9), SECONDS, PAIRS.map(tuple))
 FINISHES = st.builds(
     Finish, FENCES, STATES, st.none() | SOME_BYTES, st.none() | FAILURES, st.none() | FINALS
 )  # fmt: skip
