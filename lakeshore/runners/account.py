@@ -80,7 +80,7 @@ def only_root(name: str) -> DispatchError:
 def numeric_ids(as_user: str | None) -> tuple[int, int]:
     """Return the UID and GID of a child on another machine: those of `as_user`, by default those of this process.
 
-    Files of this worker are readable for its own user only, so a child runs as that user unless it is told otherwise.
+    Files of this worker are readable for its own user only, so a child runs as that user by default.
 
     Raises:
         DispatchError: `as_user` is a name, or a user that this worker cannot give a folder to.

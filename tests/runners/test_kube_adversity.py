@@ -162,6 +162,34 @@ async def test_a_token_that_is_being_renewed(server: Server, tmp_path: Path) -> 
     assert _still(server)
 
 
+async def test_a_token_of_a_program_that_is_renewed(server: Server, tmp_path: Path) -> None:
+    """A child runs on while its worker's token expires, and the guard would find the program too."""
+    program = tmp_path / "get-token"
+    answer = '{"apiVersion": "client.authentication.k8s.io/v1", "status": {"token": "%s"}}'
+    program.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    program.chmod(0o755)
+    (tmp_path / "answer").write_text(answer % TOKEN)
+    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(program), "args": None}
+    options = {
+        "kubeconfig": str(server.kubeconfig(tmp_path / "clouds", exec=plugin)),
+        "image": "base:1",
+        "claim": "work",
+    }
+    runner = KubeRunner.from_options(options, {})
+    asked = launch(tmp_path, WAITS)
+    child = await runner.start(asked)
+    await begun(asked)
+    server.tokens = {"renewed"}
+    (tmp_path / "answer").write_text(answer % "renewed")
+    server.drop()
+    (asked.folder.path / "gate").touch()
+    with anyio.fail_after(30):
+        assert (await child.wait()).code == 6
+    asked.folder.remove()
+    await runner.aclose()
+    assert _still(server)
+
+
 async def test_refusals_that_pass_and_those_that_stay(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

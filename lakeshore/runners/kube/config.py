@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from .credentials import NOT_A_TOKEN, CredentialProgram, Credentials, FixedToken, TokenFile, is_token
-from .json_fields import entries, part
+from .json_fields import entries, items, part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -212,9 +212,7 @@ class _Kubeconfig:
             spec["cluster"] = _cluster_info(server, server_path)
         info = {"apiVersion": version, "kind": "ExecCredential", "spec": spec}
         environ["KUBERNETES_EXEC_INFO"] = json.dumps(info)
-        arguments = plugin.get("args")
-        words = [str(word) for word in arguments] if isinstance(arguments, list) else []
-        return CredentialProgram([program, *words], environ, version)
+        return CredentialProgram([program, *map(str, items(plugin.get("args")))], environ, version)
 
     def _tls(
         self, server: Mapping[str, Any], server_path: Path, user: Mapping[str, Any], user_path: Path

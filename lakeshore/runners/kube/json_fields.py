@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-__all__ = ["entries", "meta", "part"]
+__all__ = ["entries", "items", "meta", "part"]
 
 
 def part(found: Any, *names: str) -> dict[str, Any]:
@@ -16,9 +16,13 @@ def part(found: Any, *names: str) -> dict[str, Any]:
 
 def entries(found: Any) -> list[dict[str, Any]]:
     """Return the objects in a list; none where there is no list."""
-    if not isinstance(found, list):
-        return []
-    return [part(entry) for entry in found if isinstance(entry, dict)]
+    return [part(item) for item in items(found) if isinstance(item, dict)]
+
+
+def items(found: Any) -> list[Any]:
+    """Return the items of a list; none where there is no list."""
+    kind: type[Any] = list  # type checkers disagree on what Any is after a check for `list` itself
+    return [*found] if isinstance(found, kind) else []
 
 
 def meta(found: Any, name: str) -> str:

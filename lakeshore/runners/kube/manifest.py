@@ -41,7 +41,7 @@ INVOCATION = f"{_PREFIX}invocation"
 ATTEMPT = f"{_PREFIX}attempt"
 JOB = f"{_PREFIX}job"
 TOKEN = f"{_PREFIX}mark"
-"""The label that tells a Job from others that had its name before."""
+"""The label by which a Job differs from others that had its name before."""
 PLACE = f"{_PREFIX}place"
 HOST = f"{_PREFIX}host"
 FOLDER = f"{_PREFIX}folder"
@@ -59,7 +59,7 @@ class JobPlan:
     worker: str
     """The label of all Jobs of the runner."""
     token: str
-    """Tells the Job from others that had its name before."""
+    """Differs for each Job, also for those that had its name before."""
     environ: Mapping[str, str]
     uid: int
     gid: int

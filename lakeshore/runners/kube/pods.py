@@ -57,7 +57,7 @@ class TrackedJob:
         Args:
             name: The name of the Job.
             id: The id of its invocation.
-            token: Tells the Job from others that had its name before.
+            token: The label by which it differs from others that had its name before.
             options: The runner's options.
         """
         self.name = name
@@ -133,7 +133,7 @@ def child_state(pod: Mapping[str, Any], options: KubeOptions, *, ending: bool, g
     """
     status = part(pod, "status")
     statuses = entries(status.get("containerStatuses"))
-    child = next((entry for entry in statuses if entry.get("name") == CONTAINER), {})
+    child = next((entry for entry in statuses if entry.get("name") == CONTAINER), dict[str, Any]())
     for container in (*entries(status.get("initContainerStatuses")), *statuses):
         waiting = part(container, "state", "waiting")
         reason = waiting.get("reason")

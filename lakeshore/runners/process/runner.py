@@ -106,12 +106,15 @@ class ProcessRunner:
             OSError: The program cannot be run.
             DispatchError: There is no such user, or a limit cannot be set.
         """
-        return await start_or_undo(partial(anyio.to_thread.run_sync, self._start, launch))
+        return await start_or_undo(partial(self._start_in_thread, launch))
 
     async def aclose(self) -> None:
         """End the warm interpreter."""
         if self._warm is not None:
             await run_to_end(partial(anyio.to_thread.run_sync, self._warm.close))
+
+    async def _start_in_thread(self, launch: Launch) -> ProcessGroup:
+        return await anyio.to_thread.run_sync(self._start, launch)
 
     def _start(self, launch: Launch) -> ProcessGroup:
         folder = launch.folder.path

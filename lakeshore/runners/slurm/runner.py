@@ -214,8 +214,9 @@ class _Job:
         if self._account is not None and self._launch.as_user is not None:
             give_folder(self._folder, self._launch.as_user, self._account.uid, self._account.gid)
         self._guard = await anyio.to_thread.run_sync(Guard, self._guard_command(_GUARD), self._programs.environ)
-        login = {} if self._account is None else self._account.environ
-        environ = {**self._runner.environ, **login, **self._launch.environ}
+        environ = {**self._runner.environ, **self._launch.environ}
+        if self._account is not None:
+            environ = {**self._runner.environ, **self._account.environ, **self._launch.environ}
         self._may_be_submitted = True
         try:
             id = await self._programs.submit(self._sbatch_arguments(), environ)
