@@ -255,12 +255,12 @@ def test_the_proxy_waits_and_takes_as_long_and_much_as_the_server() -> None:
 
 def test_the_figures_in_it_are_those_of_the_code() -> None:
     from dreamlake.lakeshore.cli.options import PATIENCE as COMMANDS
-    from dreamlake.lakeshore.planes.http.store import PATIENCE as ANSWERED
+    from dreamlake.lakeshore.planes.http.store import PATIENCE_AFTER_ANSWER as ANSWERED
 
     (said,) = re.findall(
         r"`patience`: (\d+) s, (\d+) s once it has answered, commands (\d+) s", " ".join(PROSE.split())
     )
-    assert tuple(map(float, said)) == (dls.HttpDispatch.patience, ANSWERED, COMMANDS)
+    assert tuple(map(float, said)) == (dls.HttpDispatch.default_patience, ANSWERED, COMMANDS)
 
 
 def test_the_old_ends_are_those_that_are_tested() -> None:

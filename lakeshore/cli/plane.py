@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import sys
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,11 +15,11 @@ import click
 
 from ..errors import DispatchError, PlaneUnavailable
 from ..settings import read_settings
-from .options import PATIENCE, reading
+from .options import reading
 from .output import clean, document, say, table
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator
+    from collections.abc import Callable, Generator
 
     from ..planes.migrate import Tally
     from ..planes.plane import Plane
@@ -103,7 +103,7 @@ async def _migrate(
 ) -> Came:
     from ..planes.migrate import Migration, check_at_rest, settle
 
-    async with _opened(source):
+    async with source:
         await settle(source)
         await check_at_rest(source, queues)  # before the target's file is created
         counts = await source.counts()
@@ -113,7 +113,7 @@ async def _migrate(
             raise DispatchError(
                 f"{source!r} has no invocations{where} in the namespace {source.ns!r}: check --queue and --from-namespace"
             )
-        async with _opened(target) if target is not None else nullcontext():
+        async with target if target is not None else nullcontext():
             migration = Migration(source, target, queues)
             with _counting("writing", total) as tell:
                 await migration.copy(tell, dry=dry)
@@ -121,15 +121,6 @@ async def _migrate(
                 return Came(migration.written, migration.there)
             with _counting("comparing", total) as tell:
                 return Came(migration.written, migration.there, *await migration.verify(tell))
-
-
-@asynccontextmanager
-async def _opened(plane: Plane) -> AsyncGenerator[None]:
-    """Open a plane with little patience, and use it with the patience that it has."""
-    patience, plane.patience = plane.patience, PATIENCE
-    async with plane:
-        plane.patience = patience
-        yield
 
 
 @contextmanager

@@ -168,24 +168,9 @@ async def executor(
         on_shutdown=children.on_shutdown or "killed",
         allow_script=children.allow_script,
         allow_as_user=children.allow_as_user,
-        environ=_plane_variables(plane),
+        environ=plane.child_environ(),
     )
     try:
         yield partial(ChildExecutor, runner, rules)
     finally:
         await runner.aclose()
-
-
-def _plane_variables(plane: Plane) -> dict[str, str]:
-    """Return the variables that make the worker's plane the default plane of its children.
-
-    There are none for a file that is not the `lakeshore.db` of a home. Tokens are not among them: `--env` passes those.
-    """
-    url = getattr(plane, "url", None)
-    path = getattr(plane, "path", None)
-    namespace = getattr(plane, "namespace", None)
-    if url is not None:
-        return {"LAKESHORE_URL": str(url), "LAKESHORE_NAMESPACE": namespace or ""}
-    if path is not None and path.name == "lakeshore.db":
-        return {"LAKESHORE_URL": "", "LAKESHORE_HOME": str(path.parent), "LAKESHORE_NAMESPACE": plane.ns}
-    return {}

@@ -246,5 +246,4 @@ def _start_line(plane: Plane, tokens: TokenFile, url: str) -> str:
         who = f"tokens required, {len(tokens)} in {tokens.path}"
     else:
         who = f"open to every client, no tokens in {tokens.path}"
-    place = getattr(plane, "path", None) or plane
-    return f"server {os.getpid()} on {url}, plane {place}, namespace {plane.ns}, {who}"
+    return f"server {os.getpid()} on {url}, plane {plane.address}, namespace {plane.ns}, {who}"

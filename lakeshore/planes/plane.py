@@ -68,8 +68,8 @@ class Plane:
             pauses.
     """
 
-    patience: float = 30.0
-    """For how long a verb is retried while the plane is unavailable."""
+    default_patience: float = 30.0
+    """The `patience` of a plane for which none was set."""
     local: bool = False
     """Whether all processes that can write to the plane are of this machine and user."""
     serving: bool = False
@@ -85,6 +85,7 @@ class Plane:
         self._make_store = make_store
         self._name = name
         self.ns = ns
+        self._patience: float | None = None
         self._engines: PerLoop[Engine] = PerLoop(self._open)
         self._outage = Outage(name)
 
@@ -94,6 +95,27 @@ class Plane:
 
     def __repr__(self) -> str:
         return self._name if self.ns == "default" else f"{self._name[:-1]}, ns={self.ns!r})"
+
+    @property
+    def address(self) -> str:
+        """What people call the plane: the path of its file, or its URL without secrets."""
+        return repr(self)
+
+    def child_environ(self) -> dict[str, str]:
+        """The LAKESHORE_* variables that make this the default plane of another process of this machine.
+
+        Tokens are not among them. Empty for a plane that no variables can name.
+        """
+        return {}
+
+    @property
+    def patience(self) -> float:
+        """For how many seconds a verb is retried while the plane is unavailable. It can be set at any time."""
+        return self.default_patience if self._patience is None else self._patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self._patience = seconds
 
     async def _open(self) -> Engine:
         store = self._make_store()

@@ -92,7 +92,7 @@ class Lab:
     async def refuses(self, op: Any, error: type[Exception]) -> None:
         """The plane refuses `op` with `error`."""
         try:
-            answer = await self.plane.do(op)
+            answer: object = await self.plane.do(op)
         except Exception as exc:
             if not isinstance(exc, error):
                 raise AssertionError(f"{self.sentence} {op}: expected {error.__name__}, came {exc!r}") from exc

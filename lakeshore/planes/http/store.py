@@ -53,8 +53,8 @@ logger = logging.getLogger("dreamlake.lakeshore.planes")
 T = TypeVar("T")
 Fields = dict[str, Any]
 
-PATIENCE = 300.0
-"""Seconds for which a server is waited for that has answered before."""
+PATIENCE_AFTER_ANSWER = 300.0
+"""Seconds for which a verb is retried once the server has answered: it is down then, and not missing."""
 
 
 _LANES: dict[type[Any], str] = {
@@ -390,10 +390,16 @@ class HttpDispatch(RemotePlane):
         super().__init__(lambda: HttpStore(self), f"HttpDispatch({url!r})", ns=namespace or "default")
 
     def reached(self) -> None:
-        """The server has answered: from now on it is down, not missing, when it does not; and who waits for it is woken."""
+        """Note that the server has answered, which ends an outage; from now on callers retry for longer."""
         self._outage.record_answer()
-        if self.patience == type(self).patience:
-            self.patience = PATIENCE
+        self.default_patience = PATIENCE_AFTER_ANSWER
+
+    @property
+    def address(self) -> str:
+        return self.url
+
+    def child_environ(self) -> dict[str, str]:
+        return {"LAKESHORE_URL": self.url, "LAKESHORE_NAMESPACE": self.namespace or ""}
 
     def within(self, ns: str) -> HttpDispatch:
         """The same server, another namespace."""

@@ -358,6 +358,16 @@ class Dispatch(Plane):
         self._owner = self
         """The plane whose in-memory database this one uses: itself, or the one it is a namespace of."""
 
+    @property
+    def address(self) -> str:
+        return ":memory:" if self.path is None else str(self.path)
+
+    def child_environ(self) -> dict[str, str]:
+        """The variables name a folder: a file of another name than the default plane's has none."""
+        if self.path is None or self.path.name != "lakeshore.db":
+            return {}
+        return {"LAKESHORE_URL": "", "LAKESHORE_HOME": str(self.path.parent), "LAKESHORE_NAMESPACE": self.ns}
+
     def within(self, ns: str) -> Dispatch:
         """The same file as another namespace sees it; it is closed on its own. In memory: as long as this one lives."""
         other = Dispatch(self.path or ":memory:", ns=ns, durable=self.durable, clock=self.clock)
