@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from helpers import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -183,8 +184,8 @@ def test_a_pickled_function_runs_where_it_is_allowed() -> None:
 MAJOR = HERE["cloudpickle"].split(".")[0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "strict", "minor", "off"),
+@each_row(
+    "changes, strict, minor, off",
     [
         ({}, True, True, True),
         ({"platform": "plan9-vax"}, True, True, True),
@@ -324,8 +325,8 @@ def test_only_the_users_own_interrupt_ends_the_loading(folder: Any) -> None:
             assert "KeyboardInterrupt" in threads.submit(refused, spec).result(timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
+@each_row(
+    "spec, sentence",
     [
         (None, "expected a map that describes a function, got NoneType"),
         ([], "expected a map that describes a function, got list"),
@@ -353,7 +354,7 @@ def test_only_the_users_own_interrupt_ends_the_loading(folder: Any) -> None:
         (ref("m" * 100_000, "f"), f"cannot import the module of function '{'m' * 200}...': "),
     ],
 )
-@pytest.mark.parametrize("allow", [True, False])
+@each_row("allow", [True, False])
 def test_what_cannot_be_a_function_is_refused_in_a_sentence(spec: Any, sentence: str, allow: bool) -> None:
     message = refused(spec, allow_pickled=allow)
     assert message.startswith(sentence)
@@ -454,7 +455,7 @@ def test_own_functions_are_admitted(folder: Any, qualname: str) -> None:
     assert callable(resolve_fn(ref(module.__name__, qualname), allow_pickled=False))
 
 
-@pytest.mark.parametrize("qualname", NOT_ADMITTED)
+@each_row("qualname", NOT_ADMITTED)
 def test_D12_R108_other_callables_are_refused_whatever_name_leads_to_them(folder: Any, qualname: str) -> None:
     module = folder.load(USER)
     message = refused(ref(module.__name__, qualname), allow_pickled=False)
@@ -465,8 +466,8 @@ def test_D12_R108_other_callables_are_refused_whatever_name_leads_to_them(folder
     assert "Decorate what is to be called with @dls.udf, or start the worker with --allow-module " in message
 
 
-@pytest.mark.parametrize(
-    ("module", "qualname"),
+@each_row(
+    "module, qualname",
     [
         ("os", "system"), ("posix", "system"), ("subprocess", "run"), ("pickle", "loads"), ("builtins", "eval"),
         ("importlib", "import_module"), ("runpy", "run_path"), ("code", "interact"), ("os.path", "join"),

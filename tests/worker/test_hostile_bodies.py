@@ -8,7 +8,7 @@ import anyio
 import pytest
 import worker_bodies as bodies
 from anyio.lowlevel import checkpoint
-from helpers import needs
+from helpers import each_row, needs
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.body.execute import BodyOutcome, describe_exception, leaf_exceptions
@@ -66,11 +66,11 @@ def array() -> Any:
     return needs("numpy").array([1, 2])
 
 
-ODD = pytest.mark.parametrize("odd", [array, deep, tuples, dict, bytes, float])
+ODD = each_row("odd", [array, deep, tuples, dict, bytes, float])
 
 
 @ODD
-@pytest.mark.parametrize("name", ["kind", "module", "qualname", "blob"])
+@each_row("name", ["kind", "module", "qualname", "blob"])
 async def test_an_envelope_whose_function_is_not_named_by_text_fails_alone(
     queue: dls.Queue, name: str, odd: Callable[[], Any]
 ) -> None:
@@ -86,7 +86,7 @@ async def test_an_envelope_whose_function_is_not_named_by_text_fails_alone(
 
 
 @ODD
-@pytest.mark.parametrize("name", ["v", "id", "fn", "args", "kwargs", "prefix", "cfg"])
+@each_row("name", ["v", "id", "fn", "args", "kwargs", "prefix", "cfg"])
 async def test_an_envelope_with_a_field_of_another_type_fails_alone(
     queue: dls.Queue, name: str, odd: Callable[[], Any]
 ) -> None:
@@ -199,8 +199,8 @@ async def afail_after_one(kind: str) -> AsyncIterator[int]:
     raise HOSTILE[kind][0]()
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-@pytest.mark.parametrize("body", [fail, afail, fail_after_one, afail_after_one])
+@each_row("kind", HOSTILE)
+@each_row("body", [fail, afail, fail_after_one, afail_after_one])
 async def test_an_exception_that_resists_being_looked_at_fails_its_invocation_alone(
     queue: dls.Queue, body: Any, kind: str
 ) -> None:
@@ -248,8 +248,8 @@ class Faulty:
         return fault
 
 
-@pytest.mark.parametrize(
-    ("fault", "type", "message"),
+@each_row(
+    "fault, type, message",
     [
         (lambda: ZeroDivisionError("a fault"), "ZeroDivisionError", "a fault"),
         (Denies, "Denies", ""),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 import worker_bodies as bodies
-from helpers import wait_until
+from helpers import each_row, wait_until
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract.operations import Submit
@@ -53,8 +53,8 @@ async def test_udfs_run_their_function_and_submit_nothing(queue: dls.Queue) -> N
 
 
 @ASYNC_AND_NOT
-@pytest.mark.parametrize(
-    ("kind", "type", "message"),
+@each_row(
+    "kind, type, message",
     [
         ("exit", "SystemExit", "3"),
         ("interrupt", "KeyboardInterrupt", ""),
@@ -73,6 +73,7 @@ async def test_udfs_run_their_function_and_submit_nothing(queue: dls.Queue) -> N
 async def test_R61_what_a_body_raises_fails_its_invocation_alone(
     queue: dls.Queue, is_async: bool, kind: str, type: str, message: str
 ) -> None:
+    bodies.forget()
     async with running_worker(queue):
         body: Any = bodies.afail if is_async else bodies.fail
         error = await failure(queue, await queue.submit(dls.thunk(body, kind)))
@@ -82,7 +83,7 @@ async def test_R61_what_a_body_raises_fails_its_invocation_alone(
 
 
 @ASYNC_AND_NOT
-@pytest.mark.parametrize("kind", ["exit", "interrupt", "generator exit", "cancelled", "unprintable hard"])
+@each_row("kind", ["exit", "interrupt", "generator exit", "cancelled", "unprintable hard"])
 async def test_R61_what_a_generator_raises_ends_its_stream(queue: dls.Queue, is_async: bool, kind: str) -> None:
     async with running_worker(queue):
         body: Any = bodies.afail_after if is_async else bodies.fail_after

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 import msgpack
 import pytest
-from helpers import quiet, wait_until
+from helpers import each_row, quiet, wait_until
 from http_kit import requests_of, scripted
 
 import dreamlake.lakeshore as dls
@@ -158,8 +158,8 @@ async def test_a_look_at_a_journal_waits_for_a_server_that_is_slow_to_begin() ->
 # Errors of the whole request -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 520, 524, 599])
-@pytest.mark.parametrize("body", [b"<html>error</html>", b"", msgpack.packb({"error": {"type": "ServerError"}})])
+@each_row("status", [408, 425, 429, 500, 502, 503, 504, 520, 524, 599])
+@each_row("body", [b"<html>error</html>", b"", msgpack.packb({"error": {"type": "ServerError"}})])
 async def test_what_may_go_better_later_is_asked_again(status: int, body: bytes) -> None:
     answers = iter([(status, MSGPACK, body)])
     with scripted(lambda seen: next(answers, None) or submitted(seen)) as server:
@@ -253,7 +253,7 @@ async def test_a_submit_without_a_key_has_no_other_s_id() -> None:
 INF = float("inf")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "item",
     [{"frames": [[INF, b""]]}, {"frames": [[0, 10**9]]}, {"frames": [[True, b""]]}, {"frames": 7}, {"frames": [7]}, 5],
     ids=repr,
@@ -270,7 +270,7 @@ async def test_a_page_of_another_shape_is_an_error(item: Any) -> None:
                     await plane.next_page("i1", -1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "results",
     [[[[1], {"state": "failed"}]], [["i1", {"state": "succeeded", "result_blob": 5}]], 5, [["i1"]], [["i1", 7]]],
     ids=repr,
