@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Conformance"]
 
 SECONDS = 60.0
-"""Within which a failure is told that nobody had to wait for: far below what would count as a hang."""
+"""Within which a failure that waits for nothing is reported: far below what would count as a hang."""
 CANCELLED = ("killed", "Cancelled", "cancelled while running")
 
 
@@ -148,7 +148,7 @@ class Conformance:
         assert "no_such_module_anywhere" in message
 
     def test_R30_another_python(self, site: Site) -> None:
-        """One that is not there, and one that lacks the package: what the engine says is told, and soon."""
+        """One that does not exist, and one that lacks the package: the engine's message is in the error, and soon."""
         bare = site.root / "bare-python"
         bare.write_text('#!/bin/sh\nexec python3 -I -S "$@"\n')
         bare.chmod(0o755)

@@ -91,7 +91,7 @@ class Worker:
         if kind is None:
             self.is_gone()
         else:
-            sys.stderr.write(f"what the worker said:\n{self.said}\n")  # shown beside the failure
+            sys.stderr.write(f"the output of the worker:\n{self.said}\n")  # shown beside the failure
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.process.send_signal(number)
@@ -169,7 +169,7 @@ class Site:
         wait_until_sync(lambda: self.notes(name).count("began") >= times, LIMIT, "the begin of the body")
 
     def is_clean(self) -> None:
-        """Nothing runs, and no folder is there but those of failures. Folders are gone before outcomes are told."""
+        """Nothing runs, and no folder is there but those of failures. Folders are deleted before outcomes are delivered."""
         found = {path.name for path in self.work.iterdir()} if self.work.exists() else set[str]()
         kept, self._kept = self._kept, set()
         for name in found:
@@ -202,9 +202,9 @@ def _processes(*words: bytes) -> list[str]:
     return found
 
 
-def _wait_empty(look: Callable[[], list[str]], what: str) -> None:
+def _wait_empty(list_left: Callable[[], list[str]], what: str) -> None:
     until = time.monotonic() + LIMIT / 2
-    while left := look():
+    while left := list_left():
         if time.monotonic() > until:
             pytest.fail(f"{what}: {left}")
         time.sleep(0.02)

@@ -84,7 +84,7 @@ class _Containers:
     runner: str
 
     def run(self, *args: str) -> str:
-        """What the engine says; nothing where it fails."""
+        """Return the output of a command of the engine; nothing where it fails."""
         return subprocess.run([*self.argv, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
 
     def ids(self, invocation: str) -> list[str]:

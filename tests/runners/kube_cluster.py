@@ -50,7 +50,7 @@ class Cluster:
         self.no_pods: str | None = None
         """Why no pods can be made."""
         self.lost_node = False
-        """The node does what it did, and hears of nothing more."""
+        """The node runs what it ran, and receives no further orders."""
         self.kill_as: dict[str, str] = {}
         """Reasons for containers that a SIGKILL ends, by Job."""
         self._versions = itertools.count(100)

@@ -59,9 +59,9 @@ class Server(ThreadingHTTPServer):
         self.wrong: list[BaseException | None] = []
         self.ending = False
         self.silent = False
-        """Watches begin and say nothing, and last for ever, as behind a proxy that gathers what it passes on."""
+        """Watches begin, report nothing and last for ever, as behind a proxy that buffers answers."""
         self.garbage: bytes | None = None
-        """All that watches say before they end."""
+        """All that watches report before they end."""
         self.delay = 0.0
         """Seconds that each answer takes."""
         self._open: set[socket.socket] = set()
@@ -99,7 +99,7 @@ class Server(ThreadingHTTPServer):
         return None
 
     def drop(self) -> None:
-        """Close all connections, in the middle of what is said on them."""
+        """Close all connections, in the middle of their answers."""
         with self.cluster.changed:
             for one in self._open:
                 with suppress(OSError):

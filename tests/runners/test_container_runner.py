@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dreamlake.lakeshore.planes.contract.records import Row
 
 pytestmark = pytest.mark.anyio
-PATIENCE = 60.0
+LIMIT = 60.0
 LABEL = "dreamlake.lakeshore"
 
 
@@ -60,7 +60,7 @@ class Site:
 
     def is_still(self) -> None:
         left = self.engine.leftovers
-        wait_until_sync(lambda: not left(), PATIENCE, f"the end of {left()}")
+        wait_until_sync(lambda: not left(), LIMIT, f"the end of {left()}")
 
     def one(self) -> str:
         """The id of the only container."""
@@ -100,12 +100,12 @@ async def run(queue: dls.Queue, fn: Any, *args: Any, **config: Any) -> Row:
     id = new_id()
     envelope = dls.thunk(fn, *args).to_envelope(id=id).to_bytes()
     await queue.dispatch.do(Submit(id, queue.name, envelope, config=pack({"run_config": config}) if config else None))
-    await queue.dispatch.outcome(id, timeout=PATIENCE)
+    await queue.dispatch.outcome(id, timeout=LIMIT)
     return await queue.get(id)
 
 
 async def failure(queue: dls.Queue, tmp_path: Path, runner: DockerRunner, fn: Any, *args: Any, **config: Any) -> str:
-    """What its failure says."""
+    """Return the message of its failure."""
     rules = {"allow_script": True, "allow_as_user": True}
     async with children(queue, tmp_path, runner, rules=rules):
         row = await run(queue, fn, *args, **config)
@@ -147,7 +147,7 @@ async def test_modules_are_found_in_the_workers_folder(
 
 
 async def run_result(queue: dls.Queue, fn: Any, *args: Any) -> Any:
-    return await queue.result(await queue.submit(dls.thunk(fn, *args)), timeout=PATIENCE)
+    return await queue.result(await queue.submit(dls.thunk(fn, *args)), timeout=LIMIT)
 
 
 def test_children_elsewhere_keep_paths_and_programs_of_their_own() -> None:
@@ -202,11 +202,11 @@ async def test_limits_and_the_rest_reach_the_engine(site: Site, queue: dls.Queue
         id = new_id()
         envelope = dls.thunk(bodies.nothing).to_envelope(id=id).to_bytes()
         await queue.dispatch.do(Submit(id, "q", envelope, config=pack({"run_config": {"script": script}})))
-        await wait_until(lambda: notes(path), PATIENCE)
+        await wait_until(lambda: notes(path), LIMIT)
         form = "{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.Memory}} {{.HostConfig.NanoCpus}}"
         said = site.engine.run("inspect", "--format", form, site.one()).split()
         assert said[:2] == ["true", str(1 << 30)]
-        assert said[2] in ("500000000", "0")  # podman tells it in another place
+        assert said[2] in ("500000000", "0")  # podman reports it in another place
         assert await queue.cancel(id, wait=True)
     assert notes(path) == ["1234"]
 
@@ -339,7 +339,7 @@ async def test_a_missing_image(site: Site, queue: dls.Queue, tmp_path: Path) -> 
     beginning = f"the docker runner could not start a child: the image '{nobody}' is not here and cannot be pulled: "
     assert said.startswith(beginning), said
     assert "connection refused" in said[len(beginning) :]
-    assert time.monotonic() - begun < PATIENCE
+    assert time.monotonic() - begun < LIMIT
     if site.engine.name == "docker":  # podman tries for three seconds
         said = await failure(queue, tmp_path, site.runner(image=nobody, pull="always"), bodies.nothing)
         assert said.startswith(beginning)
@@ -355,11 +355,11 @@ async def test_a_registry_that_does_not_answer_holds_nobody(site: Site, queue: d
         assert "did not answer `pull` within 1 s" in said
         async with children(queue, tmp_path, site.runner(image=image), concurrency=2):
             id = await queue.submit(dls.thunk(bodies.nothing))
-            await wait_until(lambda: folders(tmp_path).count(id), PATIENCE)
+            await wait_until(lambda: folders(tmp_path).count(id), LIMIT)
             await anyio.sleep(0.3)
             begun = time.monotonic()
             assert await queue.cancel(id, wait=True)
-            assert time.monotonic() - begun < PATIENCE
+            assert time.monotonic() - begun < LIMIT
             assert (await queue.get(id)).state == "killed"
 
 
@@ -420,10 +420,10 @@ async def test_a_client_that_is_killed_takes_the_container_along_and_loses_no_wo
     path = tmp_path / "notes"
     async with children(queue, tmp_path, site.runner()):
         id = await queue.submit(dls.thunk(second_time, str(path)))
-        await wait_until(lambda: notes(path), PATIENCE)
+        await wait_until(lambda: notes(path), LIMIT)
         (group, _) = (tmp_path / "work" / id / ".lock").read_text().split()
         os.kill(int(group), signal.SIGKILL)
-        assert await queue.result(id, timeout=PATIENCE) == 2
+        assert await queue.result(id, timeout=LIMIT) == 2
 
 
 async def test_a_client_that_is_killed_before_the_child_began_loses_no_work(site: Site, tmp_path: Path) -> None:
@@ -449,9 +449,9 @@ async def test_a_container_that_somebody_ends(
     path = tmp_path / "notes"
     async with children(queue, tmp_path, docker.runner()):
         id = await queue.submit(dls.thunk(bodies.stubborn, str(path)))
-        await wait_until(lambda: notes(path), PATIENCE)
+        await wait_until(lambda: notes(path), LIMIT)
         docker.engine.run(*command, docker.one())
-        await queue.dispatch.outcome(id, timeout=PATIENCE)
+        await queue.dispatch.outcome(id, timeout=LIMIT)
         error = (await queue.get(id)).error
     assert error is not None
     assert error.message == said
@@ -469,7 +469,7 @@ async def test_a_container_of_an_earlier_attempt_goes_first(site: Site, tmp_path
         *(["--runtime=runc"] if site.engine.name == "podman" else []),
         *("-v", f"{folder}:{folder}", options["image"], "bash", "-c", writes, folder),
     )
-    await wait_until((asked.folder.path / "earlier").exists, PATIENCE)
+    await wait_until((asked.folder.path / "earlier").exists, LIMIT)
     earlier = site.one()
     started = await site.runner().start(asked)
     assert (await started.wait()).code == 0
@@ -535,10 +535,10 @@ async def test_an_engine_that_comes_back_without_the_child_loses_no_work(
     path = tmp_path / "notes"
     async with children(queue, tmp_path, site.runner()):
         id = await queue.submit(dls.thunk(second_time, str(path)))
-        await wait_until(lambda: notes(path), PATIENCE)
+        await wait_until(lambda: notes(path), LIMIT)
         await anyio.to_thread.run_sync(engine.stop, number)
         await anyio.to_thread.run_sync(engine.start)
-        assert await queue.result(id, timeout=PATIENCE) == 2
+        assert await queue.result(id, timeout=LIMIT) == 2
         row = await queue.get(id)
     assert (row.attempt, row.state) == (2, "succeeded")
 
@@ -550,11 +550,11 @@ async def test_an_engine_that_comes_back_with_the_child_is_attached_client_again
     path = tmp_path / "notes"
     async with children(queue, tmp_path, site.runner()):
         id = await queue.submit(dls.thunk(second_time, str(path)))
-        await wait_until(lambda: notes(path), PATIENCE)
+        await wait_until(lambda: notes(path), LIMIT)
         await anyio.to_thread.run_sync(engine.stop, signal.SIGKILL)
         await anyio.to_thread.run_sync(engine.start, "--live-restore")
         Path(f"{path}-go").touch()
-        assert await queue.result(id, timeout=PATIENCE) == 1
+        assert await queue.result(id, timeout=LIMIT) == 1
     await anyio.to_thread.run_sync(engine.stop)
 
 
@@ -566,7 +566,7 @@ async def test_an_engine_that_does_not_come_back(
     asked = launch(tmp_path, second_time, str(tmp_path / "notes"))
     runner = site.runner(grace="0.1")
     started: Any = await runner.start(asked)
-    await wait_until(lambda: notes(tmp_path / "notes"), PATIENCE)
+    await wait_until(lambda: notes(tmp_path / "notes"), LIMIT)
     assert await started._has_begun()
     await anyio.to_thread.run_sync(engine.stop, signal.SIGKILL)
     assert await started._may_have_begun()
@@ -576,7 +576,7 @@ async def test_an_engine_that_does_not_come_back(
     assert "the engine of docker cannot be reached: Cannot connect to the Docker daemon" in ended.error.message
     assert ended.error.message.endswith("it was unreachable for 1 s; no result was there, and the body may have begun")
     (tmp_path / "notes-go").touch()
-    await wait_until((asked.folder.path / "result.msgpack").exists, PATIENCE)
+    await wait_until((asked.folder.path / "result.msgpack").exists, LIMIT)
     assert (await started._exit_of_lost("")).code == 0
     another = replace(asked, id="b")
     with pytest.raises(dls.DispatchError, match="cannot be reached"):
@@ -595,7 +595,7 @@ async def test_a_runner_that_ends_before_its_engine_is_back(
     asked = launch(tmp_path, second_time, str(tmp_path / "notes"))
     runner = site.runner(grace="0.1")
     started = await runner.start(asked)
-    await wait_until(lambda: notes(tmp_path / "notes"), PATIENCE)
+    await wait_until(lambda: notes(tmp_path / "notes"), LIMIT)
     await anyio.to_thread.run_sync(engine.stop, signal.SIGKILL)
     assert (await run_to_end(started.kill)).code == -signal.SIGKILL
     assert len(runner.abandoned) == 1

@@ -60,7 +60,7 @@ def _still(server: Server) -> bool:
 async def test_a_watch_that_says_nothing_hides_no_end(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy may hold back what is told, without an end: all pods are listed anew all the same."""
+    """A proxy may hold changes back for ever: all pods are listed again nevertheless."""
     monkeypatch.setattr(kube_api, "WATCH_OVERTIME", 0.3)
     server.silent = True
     async with running(server, tmp_path, poll="1") as runner:
@@ -193,7 +193,7 @@ async def test_a_token_of_a_program_that_is_renewed(server: Server, tmp_path: Pa
 async def test_refusals_that_pass_and_those_that_stay(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """API servers that start know neither who asks nor what they may do, for some seconds."""
+    """API servers that start may reject any credentials and permissions for some seconds."""
     server.faults += [
         Fault("POST", 401, "Unauthorized", "Unauthorized", times=2),
         Fault("watch=1", 401, "Unauthorized", "Unauthorized", times=2),

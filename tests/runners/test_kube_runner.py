@@ -73,7 +73,7 @@ def _error(ended: Exit) -> tuple[str, str, str]:
 
 
 async def _fails(runner: KubeRunner, asked: Launch, seconds: float = 50.0) -> str:
-    """What a start that fails says, soon."""
+    """Return the message of a start that fails soon."""
     began = time.monotonic()
     with pytest.raises(DispatchError) as caught:
         await runner.start(asked)
@@ -208,7 +208,7 @@ async def test_a_pod_without_a_place_waits(server: Server, tmp_path: Path, caplo
 async def test_a_pod_of_which_nothing_is_said(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while a volume cannot be mounted: the reason is told as a warning of the cluster, if at all."""
+    """As while a volume cannot be mounted: only a warning of the cluster has the reason."""
     monkeypatch.setattr(kube_tracker, "NOT_RUNNING_INTERVAL", 0.1)
     monkeypatch.setattr(kube_tracker, "NO_POD_INTERVAL", 0.05)
     server.cluster.waiting = "ContainerCreating", ""
@@ -515,7 +515,7 @@ async def test_an_api_server_that_stays_away(
 
 
 async def test_what_the_watch_has_missed(server: Server, tmp_path: Path) -> None:
-    """A list tells of pods that are gone; who may not ask for the Job goes by that."""
+    """A list shows which pods are gone; a worker that may not get the Job relies on that."""
     async with running(server, tmp_path) as runner:
         asked = launch(tmp_path, SLEEPS)
         child, pod = await _start(runner, asked)

@@ -60,7 +60,7 @@ async def moody(folder: Path) -> AsyncGenerator[tuple[Moody, dls.Queue, dls.Queu
 
 @asynccontextmanager
 async def working(how: How, queue: dls.Queue, folder: Path, *, lease: float = 30.0) -> AsyncGenerator[None]:
-    """A worker during the block, which ends by being told to, and not before."""
+    """A worker during the block, which ends when it is stopped, and not before."""
     if how == "child":
         rules = {"allow_modules": MODULES}
         async with children(queue, folder, rules=rules, lease=lease, concurrency=2):

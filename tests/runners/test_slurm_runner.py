@@ -660,7 +660,7 @@ async def test_a_controller_that_is_away(
     caplog: pytest.LogCaptureFixture,
     anyio_backend_name: str,
 ) -> None:
-    """A job goes on without it, and is found when it is back; a start says what is wrong, and soon."""
+    """A job runs on without it, and is found when it is back; a start fails soon, with what is wrong."""
     if anyio_backend_name == "asyncio":
         return  # Slurm's programs take ten seconds to find out
     caplog.set_level(logging.WARNING)
