@@ -57,7 +57,7 @@ LATE = {
     ("cli", "*"): "a command loads what it needs, so that `lakeshore --help` is quick",
     ("client.default_plane", "planes.http.store"): "a program uses one kind of plane, and loads one driver",
     ("client.default_plane", "planes.sqlite.store"): "a program uses one kind of plane, and loads one driver",
-    ("client.thunk", "wire"): "making a Thunk loads no codec",
+    ("client.thunk", "client.envelopes"): "making a Thunk loads no codec",
     ("client.udf", "client.remote_udf"): "a local call loads no event loop and no driver",
     ("functions.resolve", "functions.pickles"): "only those who pickle functions load cloudpickle",
     ("functions.serialize", "functions.pickles"): "only those who pickle functions load cloudpickle",

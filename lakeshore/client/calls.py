@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from ..body.context import current_invocation
+from ..body.context import current_context
 from ..errors import EncodeError, InvocationNotFound, LakeshoreError, WireError, invocation_failed
-from ..planes.contract.operations import Cancel
+from ..functions.serialize import serialize_fn
+from ..ids import new_id
+from ..planes.contract.operations import Cancel, Submit
 from ..planes.contract.records import Failure, Outcome
 from ..planes.plane import Plane
 from ..wire import pack, unpack
+from .envelopes import pack_thunk
 from .thunk import Thunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from ..planes.contract.operations import Submit
 
 __all__ = [
     "CANCEL_TIMEOUT",
@@ -52,16 +53,45 @@ def submit_operation(queue: str, payload: Any, key: str | None = None, priority:
     """
     if key is not None and (not isinstance(key, str) or not key):
         raise TypeError(f"expected a key, a str that is not empty, or None, got {key!r:.100}")
+    id = new_id()
+    here = current_context()
+    parent = here.invocation_id
     if isinstance(payload, Thunk):
-        envelope = payload.to_envelope(key=key)
-        body = envelope.to_bytes()
-        return Plane.submission(queue, body, id=envelope.id, key=key, priority=priority, parent=envelope.parent)
-    return Plane.submission(queue, _pack(payload), key=key, priority=priority, parent=current_invocation())
+        fn = serialize_fn(payload.fn)
+        body = pack_thunk(payload, fn, id=id, prefix=here.prefix, key=key, parent=parent).to_bytes()
+    else:
+        body = _pack(payload)
+    return Plane.submission(queue, body, id=id, key=key, priority=priority, parent=parent)
 
 
 def submit_operations(queue: str, payloads: Iterable[Any], priority: float = 0) -> list[Submit]:
-    """Make the operations of many submits, in order, as `submit_operation` does."""
-    return [submit_operation(queue, payload, None, priority) for payload in payloads]
+    """Make the operations of many submits, in order, as `submit_operation` does.
+
+    A function that is sent by reference is described once for all the Thunks of it that follow each other. A pickle is
+    made for each Thunk: what the function captures may change while `payloads` is iterated.
+    """
+    ops: list[Submit] = []
+    fn: Any = None
+    reference: dict[str, Any] | None = None
+    for payload in payloads:
+        here = current_context()
+        id = new_id()
+        if isinstance(payload, Thunk):
+            if reference is None or payload.fn is not fn:
+                fn = payload.fn
+                described = serialize_fn(fn)
+                reference = described if described["kind"] == "ref" else None
+            else:
+                described = reference
+            envelope = pack_thunk(payload, described, id=id, prefix=here.prefix, key=None, parent=here.invocation_id)
+            body = envelope.to_bytes()
+        else:
+            body = _pack(payload)
+        if ops:  # the first one is checked
+            ops.append(Submit(id, queue, body, None, ops[0].priority, here.invocation_id))
+        else:
+            ops.append(Plane.submission(queue, body, id=id, priority=priority, parent=here.invocation_id))
+    return ops
 
 
 def _pack(payload: Any) -> bytes:

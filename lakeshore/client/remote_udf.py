@@ -11,27 +11,42 @@ from .streams import CallValues, SyncCallValues
 from .thunk import Thunk
 
 if TYPE_CHECKING:
-    from ..planes.contract.operations import Submit
     from ..planes.plane import Plane
     from .udf import UDF
 
 __all__ = ["call_udf", "submit_udf"]
 
 
-def submit_udf(udf: UDF[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Submit a call: for async bodies a coroutine of the id, for the others the id.
+def submit_udf(
+    udf: UDF[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dispatch: Plane | None,
+    key: str | None,
+    priority: float,
+) -> Any:
+    """Submit a call: return a coroutine of the id for async bodies, the id for the others.
 
     Whatever is wrong with the call is raised here, before anything is sent or awaited.
     """
-    plane, op = _operation(udf, args, kwargs, options)
+    plane = plane_of(dispatch)
+    op = submit_operation(udf.queue or "", Thunk(udf, args, kwargs), key, priority)
     if udf.is_async or udf.is_asyncgen:
         return plane.do(op)
     return run_sync(plane.do, op, hint=_hint(udf, "await {q}.submit({thunk})"))
 
 
-def call_udf(udf: UDF[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
+def call_udf(
+    udf: UDF[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dispatch: Plane | None,
+    key: str | None,
+    priority: float,
+) -> Any:
     """Submit a call; the kind of the body decides what is returned: the value, a coroutine of it, or an iterator."""
-    plane, op = _operation(udf, args, kwargs, options)
+    plane = plane_of(dispatch)
+    op = submit_operation(udf.queue or "", Thunk(udf, args, kwargs), key, priority)
     if udf.is_async:
         return call(plane, op)
     if udf.is_asyncgen:
@@ -39,15 +54,6 @@ def call_udf(udf: UDF[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], 
     if udf.is_gen:
         return SyncCallValues(plane, op, _hint(udf, "async for value in {q}.stream(await {q}.submit({thunk}))"))
     return run_sync(call, plane, op, hint=_hint(udf, "await {q}.call({thunk})"))
-
-
-def _operation(
-    udf: UDF[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
-) -> tuple[Plane, Submit]:
-    plane = plane_of(options["_dispatch"])
-    queue = udf.queue
-    assert queue is not None
-    return plane, submit_operation(queue, Thunk(udf, args, kwargs), options["_key"], options["_priority"] or 0)
 
 
 def _hint(udf: UDF[..., Any], spelling: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from ..body.context import current_context
-from ..functions.serialize import is_udf, serialize_fn
+from ..functions.serialize import serialize_fn
 from ..ids import new_id
 
 if TYPE_CHECKING:
@@ -51,14 +51,13 @@ class Thunk(Generic[T_co]):
             TransportError: The callable cannot be sent to a worker.
             EncodeError: An argument cannot be packed.
         """
-        from ..wire import Envelope, pack  # making a Thunk loads no codec
+        from .envelopes import pack_thunk  # making a Thunk loads no codec
 
         here = current_context()
-        return Envelope(
+        return pack_thunk(
+            self,
+            serialize_fn(self.fn),
             id=new_id() if id is None else id,
-            fn=serialize_fn(self.fn, self.fn.transport if is_udf(self.fn) else "auto"),
-            args=pack(list(self.args)),
-            kwargs=pack(dict(self.kwargs)),
             prefix=here.prefix if prefix is None else prefix,
             key=key,
             parent=here.invocation_id if parent is None else parent,

@@ -158,14 +158,18 @@ class UDF(Generic[P, R_co]):
     def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from .remote_udf import submit_udf
 
-        return submit_udf(self, args, kwargs, self._take_options("submit", args, kwargs))
+        dispatch, key, priority = self._take_options("submit", args, kwargs)
+        return submit_udf(self, args, kwargs, dispatch, key, priority)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from .remote_udf import call_udf
 
-        return call_udf(self, args, kwargs, self._take_options("remote", args, kwargs))
+        dispatch, key, priority = self._take_options("remote", args, kwargs)
+        return call_udf(self, args, kwargs, dispatch, key, priority)
 
-    def _take_options(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _take_options(
+        self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Plane | None, str | None, float]:
         """Take the three options out of `kwargs`. Raises TypeError where a call of the function itself would."""
         if self.queue is None:
             name = getattr(self, "__name__", "f")
@@ -173,7 +177,9 @@ class UDF(Generic[P, R_co]):
                 f"{name}.{verb}() needs a queue to submit to: decorate it with @dls.udf(queue=...), or submit "
                 f"dls.thunk({name}, ...) to a queue of your choice"
             )
-        options = {option: kwargs.pop(option, None) for option in OPTIONS}
+        dispatch = kwargs.pop("_dispatch", None)
+        key = kwargs.pop("_key", None)
+        priority = kwargs.pop("_priority", None) or 0
         if self._signature is not None:
             bound: Any = self.__wrapped__
             own = (bound.__self__, *args) if type(bound) is MethodType else args
@@ -181,7 +187,7 @@ class UDF(Generic[P, R_co]):
                 self._signature.bind(*own, **kwargs)
             except TypeError as exc:
                 raise TypeError(f"{bound.__qualname__}(): {exc}") from None
-        return options
+        return dispatch, key, priority
 
     # As a method
 

@@ -87,20 +87,25 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (inspect.ismethod(one) and isinstance(one.__self__, type) and one == other)
 
 
-def serialize_fn(fn: Callable[..., Any], transport: str = "auto") -> dict[str, Any]:
+def serialize_fn(fn: Callable[..., Any], transport: str | None = None) -> dict[str, Any]:
     """Make the `fn` field of an Envelope: a reference or a pickle.
 
     Args:
         fn: Any callable. Of a UDF the function inside is taken.
         transport: "auto" refers to what is importable and pickles the rest. "ref" requires a reference. "pickle" always
             takes a snapshot, also of an importable function, with the functions and classes of its module that it uses.
+            None: the transport of the UDF; "auto" for other callables.
 
     Raises:
         TransportError: The callable cannot be sent in that way.
     """
+    target: Any = fn
+    if is_udf(fn):
+        target = fn.__wrapped__
+        transport = transport or fn.transport
+    transport = transport or "auto"
     if transport not in ("auto", "ref", "pickle"):
         raise TransportError(f"expected transport 'auto', 'ref' or 'pickle', got {transport!r}")
-    target = fn.__wrapped__ if is_udf(fn) else fn
     if transport == "pickle":
         return _pickled(target, whole_module=True)
     known = _known_reference(fn, target)
@@ -134,9 +139,8 @@ def _known_reference(fn: Any, target: Any) -> dict[str, Any] | None:
     if reference is None:
         return None
     module = sys.modules.get(reference["module"])
-    if module is None or module.__dict__.get(reference["qualname"]) is not fn:
-        return None
-    return dict(reference)
+    found = module.__dict__.get(reference["qualname"]) if module is not None else None
+    return dict(reference) if found is fn or found is target else None
 
 
 def _pickled(target: Callable[..., Any], whole_module: bool) -> dict[str, Any]:
