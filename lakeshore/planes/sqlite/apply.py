@@ -1,4 +1,4 @@
-"""A batch of operations as one transaction: which function applies which operation, and who decides about errors.
+"""A batch of operations as one transaction: which function applies which operation.
 
 Each function decides before its first write, so that an operation that raises has changed nothing and the others in its
 batch stand. The conditions are those of `testing.reference.transitions`; `testing.check_plane` compares the two.

@@ -1,4 +1,4 @@
-"""Small batches on the event loop itself, when nobody else is writing.
+"""Small batches on the event loop itself, when no other process is writing.
 
 A commit takes tens of microseconds when the write lock is free, less than handing it to another thread and back. Nothing
 here ever waits: when another process is writing, or SQLite is locked, the connection's thread has to do it. Nor are there

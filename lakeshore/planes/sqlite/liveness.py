@@ -1,7 +1,8 @@
 """How a dead process of this machine is noticed at once, by a lock that the kernel drops when it dies.
 
 Beside the database is a folder, in it a folder `holders` with a file of each engine, which the engine keeps locked for
-life. Who can lock that file knows that its engine is gone and that the claims made under its name have no holder.
+life. If another process can lock that
+file, its engine is gone, and the claims made under its name have no holder.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Liveness(Protocol):
         ...
 
     def dead_holders(self) -> list[str]:
-        """The dead whose marks have not been removed."""
+        """The dead holders whose marks have not been removed."""
         ...
 
     def leave(self) -> None:
@@ -93,7 +94,7 @@ class FileLiveness:
         forks.close_in_forked_child(self)
 
     def _lock_own_file(self) -> int:
-        """Lock the file before it gets its name: under that name nobody ever sees it unlocked while this engine lives."""
+        """Lock the file before it gets its name: under that name it is never unlocked while this engine lives."""
         path = self._folder / self.holder
         unlocked = path.with_suffix(UNLOCKED_SUFFIX)
         fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

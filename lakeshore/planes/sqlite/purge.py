@@ -16,7 +16,7 @@ __all__ = ["purge"]
 ROWS_PER_PURGE = 500
 """Rows that one Purge deletes at most, so that it does not hold the database for long; the plane repeats it."""
 UNLINKED_BLOB_SECONDS = 86_400.0
-"""Age of a blob from which nobody can still be about to refer to it: its writer has died."""
+"""Age of a blob that no row refers to from which its writer must have died before it wrote the row."""
 
 
 def purge(batch: Batch, op: Purge) -> int:

@@ -1,4 +1,4 @@
-"""Every SQL statement of the plane, by name. The comment above each says what it does and which index serves it.
+"""Every SQL statement of the plane, by name. The comment above each tells what it does and which index serves it.
 
 `rowid` stands for a table's own primary key, `walk` for reading a table from its beginning. Statements whose text depends
 on a number of queues, columns or rows are built by the functions at the end. `tests/planes/sqlite/test_queries.py`

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 SMALL_RESULT_BYTES = 4096
-"""Results of up to this many bytes are read with the news of them; larger ones are left to those who wait for them."""
+"""Results of up to this many bytes are read with the news of them; larger ones are read by the waiters themselves."""
 OUTCOMES_PER_READ = 2000
 """Rows of one read of new outcomes, which bounds how long the lock of a read is held."""
 
@@ -87,7 +87,7 @@ def outcomes(db: sqlite3.Connection, ns: str, ids: Sequence[str]) -> list[Outcom
 def page(db: sqlite3.Connection, ns: str, id: str, since: int, limit: int, max_bytes: int) -> Page:
     """Frames with numbers above `since`. Raises InvocationNotFound.
 
-    The row is read before its frames, so that what it says of the journal's end holds for the frames that are found.
+    The row is read before its frames, so that what it has about the journal's end holds for the frames that are found.
     """
     row = db.execute(queries.JOURNAL_STATE, (ns, id)).fetchone()
     if row is None:
@@ -190,7 +190,7 @@ def holders(db: sqlite3.Connection) -> set[str]:
 
 
 def check_due(db: sqlite3.Connection, ns: str, now: float, since: float, *, with_leases: bool) -> DueCheck:
-    """Read what may be due. since: see `Reap`, -inf for none; with_leases: read who holds running rows, too."""
+    """Read what may be due. since: see `Reap`, -inf for none; with_leases: read the leases of running rows, too."""
     (data_version,) = db.execute(queries.DATA_VERSION).fetchone()
     delay_over = db.execute(queries.DELAY_OVER, (ns, now)).fetchone() is not None
     leases = db.execute(queries.LEASES, (ns, since, now)).fetchall() if with_leases else []

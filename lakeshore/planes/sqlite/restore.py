@@ -63,7 +63,7 @@ def _state_columns(batch: Batch, op: Restore, *, is_new: bool) -> tuple[Any, ...
         is_due = op.not_before is None or op.not_before <= batch.now
         return "queued", is_due, None, op.closed, op.not_before, None, None, write_failure(op.error)
     finished_at = batch.now if op.finished_at is None else op.finished_at
-    # A row that was restored in parts may have been seen running, and somebody may wait for its end: that is news.
+    # A row that was restored in parts may have been seen running, and callers may wait for its end: that is news.
     number = _number_of_old_outcome(batch, finished_at) if is_new else None
     result = op.result
     ref: int | None = None

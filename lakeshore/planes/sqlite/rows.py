@@ -106,7 +106,7 @@ def end_without_worker(batch: Batch, row: ClaimRow, state: str, error: Failure, 
     lost = row.lost if lost is None else lost
     batch.db.execute(queries.END, (state, number, batch.now, lost, row.seq))
     frame = next_frame(batch.db, row.seq)
-    # The frame is of attempt 0, which is nobody's: a late append of the last attempt must not be taken for a repeat of it.
+    # The frame is of attempt 0, which no claim has: a late append of the last attempt must not be taken for a repeat of it.
     write_final_frame(batch, row, frame, final_error(frame, error), 0)
     batch.wakeups.outcomes = True
 

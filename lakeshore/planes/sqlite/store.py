@@ -127,7 +127,7 @@ class SqliteStore:
     async def apply(self, ops: Sequence[Operation]) -> Sequence[Any]:
         """Apply `ops`, which are of one lane, in one transaction, and wake waiters after its commit.
 
-        It runs as one call on the connection's thread, or right here when it is small and nobody else is writing.
+        It runs as one call on the connection's thread, or right here when it is small and the write lock is free.
         """
         if self.lane(ops[0]) == "large":
             return await self._apply_large(ops)
@@ -137,7 +137,7 @@ class SqliteStore:
         return answers
 
     def apply_at_once(self, ops: Sequence[Operation]) -> Sequence[Any] | None:
-        """The same without a wait, for a small batch when nobody else is writing; None when it cannot be done so."""
+        """The same without a wait, for a small batch when the write lock is free; None when it cannot be done so."""
         inline = self._inline
         if inline is None or len(ops) > MAX_INLINE_OPERATIONS:
             return None
@@ -153,7 +153,7 @@ class SqliteStore:
             answers = None
         if answers is not None:
             self._committed(batch, ops, answers, weight)
-        self._checkpointer.start_if_due()  # the watcher, which also starts them, runs only while somebody waits
+        self._checkpointer.start_if_due()  # the watcher, which also starts them, runs only while callers wait
         return answers
 
     def _apply_on_thread(
@@ -282,7 +282,7 @@ class SqliteStore:
     # What time and other processes bring about
 
     async def due(self) -> list[Operation]:
-        """Read the change counter and what is due; every second time also who holds what runs, and whether it is alive."""
+        """Read the change counter and what is due; every second time also which holders are alive."""
         self._due_checks += 1
         with_leases = self._due_checks % 2 == 0
         reap, others_committed = await self._connection.call(lambda db: self._check_due(db, with_leases=with_leases))

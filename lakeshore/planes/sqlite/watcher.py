@@ -93,7 +93,7 @@ class Watcher:
             self._queues[topic] = wanted[topic]
 
     def _stop_listening(self) -> None:
-        """Stop listening to queues that nobody waits for any more, and ring for a job of each that others may wait for.
+        """Stop listening to queues that no caller here waits for any more, and pass the ring on to other engines.
 
         This is left until the bell rings for nothing: claimers come back sooner than a link is made again.
         """
