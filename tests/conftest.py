@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--matrix",
         choices=list(matrix.TIERS),
-        default="full",
+        default="default",
         help="how much of the test matrix to run: each behaviour once, or every combination",
     )
 

@@ -7,6 +7,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import matrix
 import pytest
 from helpers import fresh_python, wait_until
 from hypothesis import given, settings
@@ -50,7 +51,7 @@ def little_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("stores", ["sqlite-sqlite", "model-sqlite", "sqlite-model"])
 @given(random=st.randoms(use_true_random=False), length=st.integers(1, 60))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=matrix.examples(25), deadline=None)
 def test_any_plane_is_moved_whole(backend: str, stores: str, random: Random, length: int) -> None:
     clock = FakeClock()
     make: dict[str, Callable[[], Plane]] = {

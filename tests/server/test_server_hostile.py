@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import matrix
 import msgpack
 import pytest
 import raw_kit
@@ -126,7 +127,7 @@ def check(answer: raw_kit.Answer, path: str, fields: Any) -> None:
 
 
 HYPOTHESIS = settings(
-    deadline=None, max_examples=40, derandomize=True,
+    deadline=None, max_examples=matrix.examples(40), derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
+import matrix
 import pytest
 import server_kit
 from helpers import each_row, wait_until
@@ -843,7 +844,10 @@ POSTS = [name for name, route in ROUTES.items() if route.method == "POST"]
 
 
 @settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=matrix.examples(150),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     name=st.sampled_from(POSTS),

@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import matrix
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_the_model_passes_by_a_fake_clock() -> None:
     clock = FakeClock()
-    await check_plane(model_planes(clock), clock=clock, holder=holder_of_model, patience=90)
+    many = matrix.tier().sequences
+    await check_plane(model_planes(clock), clock=clock, holder=holder_of_model, sequences=many, patience=90)
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ async def test_the_model_passes_by_the_real_clock() -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @given(random=st.randoms(use_true_random=False), length=st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=matrix.examples(60), deadline=None)
 def test_any_sequence_of_operations_is_answered_as_by_the_model(backend: str, random: Random, length: int) -> None:
     anyio.run(_sequence, random, length, Model, backend=backend)
 

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 from typing import Any
 
+import matrix
 import msgpack
 import pytest
 from helpers import each_row, run_python
@@ -22,7 +23,7 @@ from dreamlake.lakeshore.wire.encode_errors import encode_error
 # --- plain values ----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=matrix.examples(300))
 @given(PLAIN)
 def test_plain_values_come_back_exactly(value: Any) -> None:
     assert same(value, roundtrip(value))

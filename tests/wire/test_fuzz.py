@@ -6,6 +6,7 @@ import random
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import matrix
 import msgpack
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def check(data: bytes) -> None:
             continue
 
 
-FUZZ = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(deadline=None, max_examples=matrix.examples(300), suppress_health_check=[HealthCheck.too_slow])
 
 
 @FUZZ

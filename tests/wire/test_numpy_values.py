@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import matrix
 import msgpack
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def array_blob(dtype: Any, shape: Any, data: Any, code: int = 1) -> bytes:
 # --- arrays ----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=matrix.examples(400))
 @given(arrays())
 def test_any_array_comes_back_with_its_bits(array: np.ndarray[Any, Any]) -> None:
     back = roundtrip(array)
@@ -33,7 +34,7 @@ def test_any_array_comes_back_with_its_bits(array: np.ndarray[Any, Any]) -> None
     assert back.flags.c_contiguous
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=matrix.examples(200))
 @given(values())
 def test_any_value_comes_back_exactly(value: Any) -> None:
     assert same(value, roundtrip(value))
@@ -188,7 +189,7 @@ def test_zero_wide_elements() -> None:
 # --- scalars ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=matrix.examples(300))
 @given(numpy_scalars())
 def test_any_scalar_comes_back_with_its_type(scalar: np.generic[Any]) -> None:
     assert same(scalar, roundtrip(scalar))

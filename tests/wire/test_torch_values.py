@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import matrix
 import msgpack
 import pytest
 from helpers import needs
@@ -41,7 +42,7 @@ def test_R57_every_dtype_keeps_its_bits(torch: Any, name: str) -> None:
         assert not back.requires_grad
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=matrix.examples(80))
 @given(st.data())
 def test_any_layout(torch: Any, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 4), max_size=3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import matrix
 import msgpack
 import pytest
 from hypothesis import example, given, settings
@@ -43,8 +44,8 @@ from dreamlake.lakeshore.planes.protocol import fields as bodies
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-QUICK = settings(deadline=None, max_examples=60, derandomize=True)
-WIDE = settings(deadline=None, max_examples=100, derandomize=True)
+QUICK = settings(deadline=None, max_examples=matrix.examples(60), derandomize=True)
+WIDE = settings(deadline=None, max_examples=matrix.examples(100), derandomize=True)
 
 
 def sent(fields: dict[str, Any]) -> dict[str, Any]:

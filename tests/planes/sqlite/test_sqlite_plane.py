@@ -6,6 +6,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import anyio
+import matrix
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,11 +39,16 @@ async def holder_of_dispatch(plane: Plane) -> str:
     return store._liveness.holder
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_it_passes_by_a_fake_clock(place: Callable[[], Path | str]) -> None:
     clock = FakeClock()
-    await check_plane(lambda: Dispatch(place(), clock=clock.now), clock=clock, holder=holder_of_dispatch, patience=90)
+    await check_plane(
+        lambda: Dispatch(place(), clock=clock.now),
+        clock=clock,
+        holder=holder_of_dispatch,
+        sequences=matrix.tier().sequences,
+        patience=90,
+    )
 
 
 @pytest.mark.slow
@@ -70,7 +76,7 @@ async def test_reported_fault(place: Callable[[], Path | str], check: str) -> No
 
 
 @given(random=st.randoms(use_true_random=False), length=st.integers(1, 40))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=matrix.examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sequence_of_operations_is_answered_as_by_the_model(
     place: Callable[[], Path | str], random: Random, length: int
 ) -> None:
