@@ -229,9 +229,9 @@ async def _run(
 
     if runner is None:
         return await run_worker(queues, once=once, stop=stop, **options._asdict())
-    terms = WorkerSettings(*(getattr(options, field.name) for field in dataclasses.fields(WorkerSettings)))
+    settings = WorkerSettings(*(getattr(options, field.name) for field in dataclasses.fields(WorkerSettings)))
     async with executor(runner, children, plane, _root(options), options) as make:
-        return await run_executor(queues, make, terms, once=once, stop=stop)
+        return await run_executor(queues, make, settings, once=once, stop=stop)
 
 
 def _root(options: Options) -> str:

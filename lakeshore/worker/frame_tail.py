@@ -28,7 +28,7 @@ class FrameTail:
 
     def __init__(self, path: Path) -> None:
         self.values: deque[bytes] = deque()
-        """The packed values that were read. Who forwards one takes it out; a cancelled reader leaves the rest here."""
+        """The packed values that were read. To forward one is to take it out; a cancelled reader leaves the rest here."""
         self._path = path
         self._file: int | None = None
         self._found = False

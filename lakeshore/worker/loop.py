@@ -401,15 +401,15 @@ class _ClaimOutage:
 
     def __init__(self, lease: float, *, repeats_all: bool) -> None:
         self._repeats_all = repeats_all
-        self._refusals = AuthGrace(lease)
+        self._auth_grace = AuthGrace(lease)
         self._backoff = Backoff(FIRST_CLAIM_DELAY, MAX_CLAIM_DELAY, jitter=0.0)
 
     def repeats(self, exc: DispatchError) -> bool:
-        if self._repeats_all and not self._refusals.lasted(exc):
+        if self._repeats_all and not self._auth_grace.lasted(exc):
             return True
         return isinstance(exc, PlaneUnavailable)
 
     async def pause(self, exc: DispatchError) -> None:
         delay = self._backoff.next_delay()
-        logger.warning("no claims, again in %.1f s: %s", delay, exc)
+        logger.warning("claiming failed, the next attempt is in %.1f s: %s", delay, exc)
         await self._backoff.pause(delay)

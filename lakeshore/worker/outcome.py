@@ -221,17 +221,17 @@ class _DeliveryRetry:
         self._id = id
         self._local = plane.local
         self._failures = 0
-        self._refusals = AuthGrace(lease)
+        self._auth_grace = AuthGrace(lease)
         self._backoff = Backoff(FIRST_DELIVERY_DELAY, MAX_DELIVERY_DELAY)
 
     def repeats(self, exc: Exception) -> bool:
         """Return whether the same outcome should be delivered again after `exc`."""
         if isinstance(exc, PlaneUnavailable):
-            self._refusals.end()
+            self._auth_grace.end()
             logger.warning("the outcome of %s is kept until the plane is back: %s", self._id, exc)
             return True
         self._failures += 1
-        too_long = self._refusals.lasted(exc)
+        too_long = self._auth_grace.lasted(exc)
         if not isinstance(exc, NotAuthorized):
             too_long = self._failures >= MAX_DELIVERY_FAILURES
         if too_long or self._local or isinstance(exc, TooLarge) or not isinstance(exc, DispatchError):

@@ -1,4 +1,4 @@
-"""The child, driven as any daemon may drive it: by files, an environment and a process."""
+"""The child program, started the way any daemon can start it: with files, an environment and a process."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def begin(folder: Path, fn: Any, *args: Any, **env: str) -> subprocess.Popen[bytes]:
-    """Start a child in its folder, for a function or what `to_envelope` made of one."""
+    """Start a child in its folder, for a function or an envelope."""
     envelope: Envelope = fn if isinstance(fn, dls.wire.Envelope) else dls.thunk(fn, *args).to_envelope()
     (folder / "args.msgpack").write_bytes(envelope.to_bytes())
     return subprocess.Popen(PROGRAM, cwd=folder, env={**environ(), **env}, stderr=subprocess.PIPE)
 
 
 def end(child: subprocess.Popen[bytes]) -> tuple[int, str]:
-    """The exit code, and what was written to stderr."""
+    """Return the exit code and what was written to stderr."""
     _, err = child.communicate(timeout=60)
     return child.returncode, err.decode()
 
@@ -261,7 +261,7 @@ def test_a_thread_that_the_body_left_does_not_keep_the_child(folder: Path) -> No
 
 
 def test_files_appear_complete(folder: Path) -> None:
-    """Whenever the result is there, all of it is."""
+    """A result file is complete from the moment that it exists."""
     child = begin(folder, bodies.big, 64 << 20)
     path = folder / "result.msgpack"
     wait_until_sync(path.exists, 90.0, "the result")

@@ -1,4 +1,4 @@
-"""The interpreter that children are forked from: what they share, and what becomes of them without it."""
+"""The fork server: what children share with it, and what happens to them when it dies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, an interpreter that lives answers; one that is gone, or cannot, is not waited for."""
+    """Wait for a living interpreter however busy the machine is. Tests that need a short wait set one."""
     monkeypatch.setattr(groups, "FORK_TIMEOUT", 3600.0)
 
 
@@ -177,7 +177,7 @@ async def test_a_script_is_never_forked(queue: dls.Queue, tmp_path: Path) -> Non
 
 
 def test_an_order_that_is_none_ends_it() -> None:
-    """So does the end of whoever gives orders."""
+    """So does the end of the process that sends requests."""
     import socket
 
     ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""The folder of one invocation: what is in it, who holds it, and what a hostile child could leave there."""
+"""The folder of one invocation: its files, its lock, and what a hostile child could leave there."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ time.sleep(60)
 
 
 def holder(folder: Folder) -> subprocess.Popen[bytes]:
-    """A process that has inherited the lock, and cannot be asked to end."""
+    """Start a process that inherits the lock and ignores SIGTERM."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER], pass_fds=(folder.lock,), process_group=0, stdout=subprocess.PIPE
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dreamlake.lakeshore.worker.runner import Runner
 
 HERE = Path(__file__).resolve().parent
-TERMS: dict[str, Any] = {
+DEFAULT_SETTINGS: dict[str, Any] = {
     "concurrency": 1,
     "retries": 0,
     "timeout": None,
@@ -62,16 +62,17 @@ async def children(
     runner: Runner | None = None,
     *,
     rules: Mapping[str, Any] | None = None,
-    **terms: Any,
+    **settings: Any,
 ) -> AsyncIterator[anyio.Event]:
     """A worker of children during the block; gives the event that stops it."""
     runner = process_runner() if runner is None else runner
     stop, failure = anyio.Event(), list[BaseException]()
     said = {"workdir": folder / "work", "root": folder, "local": queue.dispatch.local, **(rules or {})}
     executor = partial(ChildExecutor, runner, ChildRules(**said))
+    worker_settings = WorkerSettings(**{**DEFAULT_SETTINGS, **settings})
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(partial(run_executor, queue, executor, WorkerSettings(**{**TERMS, **terms}), stop=stop))
+            group.start_soon(partial(run_executor, queue, executor, worker_settings, stop=stop))
             try:
                 yield stop
             except Exception as exc:

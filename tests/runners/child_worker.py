@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from child_kit import TERMS, process_runner
+from child_kit import DEFAULT_SETTINGS, process_runner
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.worker.child import ChildExecutor, ChildRules
@@ -22,7 +22,7 @@ from dreamlake.lakeshore.worker.loop import run_executor
 from dreamlake.lakeshore.worker.settings import WorkerSettings
 
 
-async def main(path: str, folder: str, terms: dict[str, Any]) -> None:
+async def main(path: str, folder: str, settings: dict[str, Any]) -> None:
     stop = anyio.Event()
     rules = ChildRules(Path(folder) / "work", Path(folder), local=True)
     runner = process_runner(grace=0.3, warm=bool(os.environ.get("WARM")))
@@ -37,7 +37,10 @@ async def main(path: str, folder: str, terms: dict[str, Any]) -> None:
         queue = dls.Queue("q", dispatch=plane)
         try:
             await run_executor(
-                queue, partial(ChildExecutor, runner, rules), WorkerSettings(**{**TERMS, **terms}), stop=stop
+                queue,
+                partial(ChildExecutor, runner, rules),
+                WorkerSettings(**{**DEFAULT_SETTINGS, **settings}),
+                stop=stop,
             )
         finally:
             await runner.aclose()

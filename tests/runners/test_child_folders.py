@@ -1,4 +1,4 @@
-"""Where to look after a failure: a worker of children says which folder holds what a child wrote."""
+"""After a failure the worker logs which folder holds the output of the child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An executor that is cancelled at whatever place it waits leaves no process, no lock and no half of an outcome."""
+"""An executor that is cancelled at any place where it waits leaves no process, no lock and no half of an outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Quiet:
-    """A relay that nobody reads. Every value has to be waited for."""
+    """A channel without a reader: it makes the executor wait after every value."""
 
     function = "?"
     in_thread = False

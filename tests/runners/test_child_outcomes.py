@@ -1,4 +1,4 @@
-"""What comes of a body that runs in a child of its own."""
+"""The outcomes of bodies that run in a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that starts nothing: what is told so, and what is spared."""
+"""An engine that cannot start children: which invocations fail, and which stay in their queue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Engine(ProcessRunner):
-    """One that can be down."""
+    """An engine that can be down."""
 
     down = True
 
@@ -64,7 +64,7 @@ async def ended(queue: dls.Queue, id: str) -> str:
 async def test_a_submitter_cannot_have_a_worker_rest(
     queue: dls.Queue, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a prefix that no environment takes, which is the invocation's own fault."""
+    """A prefix that does not fit into an environment is the fault of the submitter, not of the engine."""
     id = new_id()
     envelope = dls.thunk(bodies.double, 1).to_envelope(id=id).to_bytes()
     config = dls.wire.pack({"run_config": {"prefix": "p" * 200_000}})

@@ -1,4 +1,4 @@
-"""What stops a child: a cancellation, a timeout, the end of its worker in whatever way, and a later attempt."""
+"""What stops a child: a cancellation, a timeout, the end of its worker, and a later attempt."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def row_of(queue: dls.Queue, id: str) -> Row:
 
 
 async def began(path: Path, times: int = 1) -> int:
-    """The process of the body that has begun as the n-th one."""
+    """Return the process id of the body that began as the n-th one."""
 
     def pids() -> list[int]:
         found = [int(line.split()[1]) for line in notes(path) if line.startswith("began")]
@@ -92,7 +92,7 @@ async def test_R83_a_child_that_ignores_sigterm_is_killed_and_only_then_is_its_e
 @pytest.mark.parametrize("fn", [bodies.stubborn, bodies.asleeps])
 async def test_R83_a_timeout_ends_the_child(queue: dls.Queue, tmp_path: Path, fn: Callable[..., Any]) -> None:
     path = tmp_path / "notes"
-    for timeout in (3.0, 10.0, 30.0):  # a machine that stands still may leave a child no time to begin
+    for timeout in (3.0, 10.0, 30.0):  # on a machine that stalls, the time may be over before the child begins
         async with children(queue, tmp_path, process_runner(grace=0.2), timeout=timeout, retries=2):
             id = await queue.submit(dls.thunk(fn, str(path)))
             row = await row_of(queue, id)
@@ -227,7 +227,7 @@ async def test_kill_9_of_the_daemon_and_its_child(queue: dls.Queue, tmp_path: Pa
 async def test_a_new_attempt_kills_what_an_earlier_one_left_running(
     queue: dls.Queue, tmp_path: Path, anyio_backend_name: str
 ) -> None:
-    """Its worker is stopped, not dead, and so is asked for nothing; its child goes on and writes into the folder."""
+    """The worker is stopped by SIGSTOP, not dead. Its child goes on and writes into the folder."""
     path = tmp_path / "notes"
     with worker(tmp_path, anyio_backend_name, lease=0.5) as process:
         id = await queue.submit(dls.thunk(bodies.orphan, str(path)))
@@ -247,7 +247,7 @@ async def test_a_new_attempt_kills_what_an_earlier_one_left_running(
 
 
 async def test_a_worker_cancelled_at_any_moment_leaves_nothing_behind(queue: dls.Queue, tmp_path: Path) -> None:
-    """Moments from before the folder is there to after the end of the child, closer together at the begin."""
+    """The moments reach from before the folder exists to after the end of the child, with more of them at the beginning."""
     spans = list[str]()
     for i in range(14):
         delay = 0.0005 * 1.7**i
@@ -268,7 +268,7 @@ async def test_a_worker_cancelled_at_any_moment_leaves_nothing_behind(queue: dls
 
 
 async def test_a_start_is_cancelled_while_it_is_under_way(queue: dls.Queue, tmp_path: Path) -> None:
-    """Each turn of the loop later than the one before."""
+    """Each round cancels a few passes of the loop later than the one before."""
     states = set[str]()
     for turns in range(0, 120, 7):
         path = tmp_path / f"notes{turns}"

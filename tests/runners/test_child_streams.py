@@ -1,4 +1,4 @@
-"""What a generator in a child yields, and how it gets to readers."""
+"""What a generator in a child yields, and how that reaches its readers."""
 
 from __future__ import annotations
 

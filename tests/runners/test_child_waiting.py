@@ -1,4 +1,4 @@
-"""Engines that keep a child waiting before it begins, and that lose one: what counts against whom."""
+"""Engines that start a child late, and engines that lose one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers import wait_until
 
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.planes.contract.records import Failure
-from dreamlake.lakeshore.runners.process.runner import ProcessRunner
+from dreamlake.lakeshore.runners.process.runner import ProcessOptions, ProcessRunner
 from dreamlake.lakeshore.worker.runner import Exit
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.anyio
 
 
 class Crowded(ProcessRunner):
-    """Begins a child `seconds` after it was asked to."""
+    """Starts each child `seconds` late."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(environ=environ(), grace=0.2)
+        super().__init__(ProcessOptions(grace=0.2), environ=environ())
         self.seconds = seconds
         self.waiting = 0
 
@@ -43,7 +43,7 @@ class Crowded(ProcessRunner):
 
 
 class Ending(ProcessRunner):
-    """Says how each child has ended, whatever came of it; after that, what came of it counts."""
+    """Reports the given exits in place of the real ones, then the real ones."""
 
     def __init__(self, *ends: Exit) -> None:
         super().__init__(environ=environ())
@@ -76,7 +76,7 @@ async def ended(queue: dls.Queue, id: str) -> Row:
 async def test_waiting_does_not_count_against_the_timeout(queue: dls.Queue, tmp_path: Path) -> None:
     states = list[str]()
     async with children(queue, tmp_path, Crowded(6.5), timeout=5.0, lease=0.8):
-        while "succeeded" not in states and len(states) < 3:  # a machine that stands still may need longer for one
+        while "succeeded" not in states and len(states) < 3:  # a machine that stalls may need longer for one
             row = await ended(queue, await queue.submit(dls.thunk(bodies.double, 1)))
             assert (row.attempt, row.lost) == (1, 0)
             states.append(row.state)
@@ -85,7 +85,7 @@ async def test_waiting_does_not_count_against_the_timeout(queue: dls.Queue, tmp_
 
 async def test_a_child_that_had_to_wait_has_all_of_its_time_then(queue: dls.Queue, tmp_path: Path) -> None:
     path = tmp_path / "notes"
-    for timeout in (3.0, 10.0, 30.0):  # a machine that stands still may leave a child no time to begin
+    for timeout in (3.0, 10.0, 30.0):  # on a machine that stalls, the time may be over before the child begins
         async with children(queue, tmp_path, Crowded(1.0), timeout=timeout):
             row = await ended(queue, await queue.submit(dls.thunk(bodies.sleeps, str(path))))
         assert row.error is not None

@@ -1,4 +1,4 @@
-"""Children that leave traps in their folder, more than can be read, or processes of their own."""
+"""Children that leave traps, too much data, or processes behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def take(root: Path, args: bytes = b"args") -> Folder:
 
 
 async def said_of(queue: dls.Queue, fn: Callable[..., object], *args: object) -> str:
-    """How an invocation fails."""
+    """Return the error with which an invocation fails."""
     id = await queue.submit(dls.thunk(fn, *args))
     await queue.dispatch.outcome(id, timeout=60)
     row = await queue.get(id)
@@ -92,7 +92,7 @@ async def test_a_process_that_left_its_group_holds_up_no_further_attempt(queue: 
 def test_an_attempt_that_comes_while_the_folder_is_deleted_keeps_what_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The lock file goes last: till then nobody has the folder, and then nothing more is deleted."""
+    """The lock file is deleted last. Before that no attempt can take the folder, and after that nothing more is deleted."""
     folder = take(tmp_path)
     (folder.path / "of the earlier attempt").mkdir()
     if how == "prune":
@@ -123,7 +123,7 @@ def test_an_attempt_that_comes_while_the_folder_is_deleted_keeps_what_is_its_own
 
 
 def test_what_is_held_does_not_count_as_kept(tmp_path: Path) -> None:
-    """It may succeed yet, and the folders of failures would be gone in its place."""
+    """It may still succeed. Then the folder of a failure would have been deleted in its place."""
     for name in "abc":
         folder = Folder.take(tmp_path, name, b"")
         assert folder is not None
@@ -137,7 +137,7 @@ def test_what_is_held_does_not_count_as_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_left_names_no_group(tmp_path: Path) -> None:
-    """Its number may have become that of others."""
+    """The number may meanwhile be that of another group."""
     folder = take(tmp_path)
     folder.name_group(12345)
     folder.release()
@@ -199,7 +199,7 @@ async def test_a_variable_can_have_no_nul_in_it(queue: dls.Queue, tmp_path: Path
 
 
 def test_a_file_that_has_another_name_elsewhere_is_not_read(tmp_path: Path) -> None:
-    """A child may link what only its daemon can read."""
+    """A child may link to a file that only its daemon can read."""
     (tmp_path / "secret").write_text('{"type": "Secret", "message": "told"}')
     folder = tmp_path / "a"
     folder.mkdir()
@@ -222,7 +222,7 @@ def test_a_lock_file_that_has_another_name_elsewhere_is_not_written_to(tmp_path:
 
 @ROOT
 def test_the_user_of_an_earlier_attempt_has_no_say_in_a_further_one(tmp_path: Path) -> None:
-    """What it could still put into the folder might lead its daemon, who hands over files there, elsewhere."""
+    """Otherwise it could put links into the folder that lead the daemon elsewhere."""
     first = take(tmp_path)
     os.chown(first.path, NOBODY, NOBODY)
     first.path.chmod(0o777)
@@ -235,7 +235,7 @@ def test_the_user_of_an_earlier_attempt_has_no_say_in_a_further_one(tmp_path: Pa
 
 @contextmanager
 def without_rights() -> Generator[Path]:
-    """A folder of a user that is not root, as whom this thread goes on."""
+    """A folder of a user that is not root. Inside, this thread runs as that user."""
     root = os.geteuid() == 0
     with tempfile.TemporaryDirectory() as place:
         if root:
@@ -249,7 +249,7 @@ def without_rights() -> Generator[Path]:
 
 
 def test_folders_that_may_not_be_written_to_are_deleted_all_the_same() -> None:
-    """As caches of packages are. What a link leads to stays as it is."""
+    """Caches of packages contain such folders. The targets of links stay as they are."""
     with without_rights() as place:
         other = place / "other"
         other.mkdir(mode=0o555)

@@ -117,7 +117,7 @@ async def test_claims_that_are_refused_for_a_moment_end_no_worker(
         assert await near.call(dls.thunk(bodies.double, 2)) == 4
         gate.touch()
         assert isinstance(await near.result(id, timeout=60), str)
-    assert "no claims, again in 0.5 s: " in caplog.text
+    assert "claiming failed, the next attempt is in 0.5 s: " in caplog.text
     assert folders(tmp_path) == []
 
 

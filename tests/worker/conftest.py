@@ -1,4 +1,4 @@
-"""A plane in a file, its queue, and bodies that begin each test without a memory."""
+"""A plane in a file, its queue, and an empty record of what bodies did at the start of each test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """Whatever a test left waiting in a thread goes on, and what bodies noted is gone."""
+    """Forget what bodies recorded, and let threads go on that a test has left waiting."""
     worker_bodies.forget()
     yield
     worker_bodies.open_gates()

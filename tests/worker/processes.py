@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Ours, with the modules of these tests importable."""
+    """Return our environment, with the modules of these tests importable."""
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", **more}
 
@@ -42,7 +42,7 @@ class Workers:
         return self._start("-m", name, *args)
 
     def _start(self, *args: str, **more: str) -> subprocess.Popen[str]:
-        """A new interpreter in which warnings are errors."""
+        """Start an interpreter in which warnings are errors."""
         process = subprocess.Popen(
             [sys.executable, "-W", "error", *args],
             env=environment(LOG=str(self._log), BACKEND=self._backend, **more),

@@ -1,4 +1,4 @@
-"""Reading a stream to its end, whatever that is."""
+"""Reads a stream to its end, which may be an error."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ if TYPE_CHECKING:
 
 
 async def read_into(got: list[Any], stream: AsyncIterable[Any]) -> None:
-    """What came before an error stays in `got`."""
+    """Append the values to `got`, where they stay if the stream ends with an error."""
     async for value in stream:
         got.append(value)  # noqa: PERF401 -- a comprehension would lose it

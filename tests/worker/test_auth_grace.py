@@ -1,4 +1,4 @@
-"""A worker whose token is taken from it while its bodies run on and on: it ends, and says why."""
+"""A worker whose token is revoked while its bodies run: it ends with an error that names the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_worker_whose_heartbeats_are_refused_for_a_lease_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its only slot is taken, so that it asks for nothing that could be refused."""
+    """Its only slot is taken, so it sends no claims that could be rejected."""
     tokens = tmp_path / "tokens"
     token = create_token(tokens, "app", "worker", "default")
     async with dls.Dispatch(tmp_path / "plane.db") as file:

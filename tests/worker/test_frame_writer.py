@@ -1,4 +1,4 @@
-"""What generators yield, on its way to their readers: order, pace, memory, and the end."""
+"""What generators yield, from the body to its readers: order, speed, memory, and the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def kinds(queue: dls.Queue, id: str) -> list[tuple[int, int]]:
 
 
 async def frames_of(queue: dls.Queue, id: str) -> list[dls.wire.Frame]:
-    """All that is in the journal now, as it is."""
+    """Return everything that is in the journal now."""
     page = await queue.dispatch.page(id, limit=1_000_000, max_bytes=1 << 40)
     frames = [dls.wire.Frame.from_bytes(data) for _, data in page.frames]
     assert [frame.seq for frame in frames] == [seq for seq, _ in page.frames]
@@ -100,7 +100,7 @@ async def test_the_first_frame_comes_at_once_although_the_body_never_awaits(queu
         plane = queue.dispatch
 
         async def first_seen() -> float:
-            # The body blocks this loop: whether its frame was written before it went on, only the plane can say.
+            # The body blocks this loop, so only the plane knows whether the frame was written before the body went on.
             rows = await plane.rows(RowFilter(id=id))
             return rows[0].started_at or 0.0
 
@@ -111,7 +111,7 @@ async def test_the_first_frame_comes_at_once_although_the_body_never_awaits(queu
 
 
 class Slow(dls.Dispatch):
-    """A plane whose appends take their time, and that knows how much each brought."""
+    """A plane with slow appends that records the size of each."""
 
     def __init__(self, path: Any) -> None:
         super().__init__(path)
@@ -162,12 +162,12 @@ async def test_R42_frames_gather_to_a_bound_and_then_the_body_waits(
     assert slow.appends[0] == 1
     assert max(slow.appends) == frames_module.MAX_FRAMES_PER_PAGE
     assert sum(slow.appends) == 20_000
-    assert slow.most == 1  # never two of one stream at once
+    assert slow.most == 1  # never two appends of one stream at the same time
     assert await kinds(queue, id) == [*((seq, VALUE) for seq in range(20_000)), (20_000, END)]
 
 
 async def test_R42_a_body_that_yields_faster_than_the_plane_takes_keeps_its_memory(slow: Slow) -> None:
-    """Two gatherings of at most 16 MiB each are the body's and the flush's; nothing else grows."""
+    """Two batches of at most 16 MiB each exist: one being gathered, one being appended. Nothing else grows."""
     queue, size = dls.Queue("q", dispatch=slow), 1 << 20
     async with running_worker(queue):
         id = await queue.submit(dls.thunk(bodies.aendless, size))
@@ -187,7 +187,7 @@ async def test_R42_a_body_that_yields_faster_than_the_plane_takes_keeps_its_memo
 
 
 def full_stop(seen: list[Any]) -> Any:
-    """Whether nothing was added in the last tenth of a second."""
+    """Return a function that tells whether nothing was added in the last tenth of a second."""
     state = {"n": -1, "since": 0.0}
 
     def stopped() -> bool:
@@ -235,7 +235,7 @@ async def test_a_large_value_goes_in_appends_of_a_bounded_size(slow: Slow, monke
 
 
 async def test_a_generator_that_ends_in_the_moment_it_is_stopped_has_not_succeeded(queue: dls.Queue) -> None:
-    """Its last values were dropped with the stop, whatever its end says."""
+    """Its last values were dropped when it was stopped, so its success does not count."""
     id = await queue.submit(dls.thunk(bodies.count, 1))
     (claimed,) = await queue.dispatch.claim(["q"], "w")
     async with anyio.create_task_group() as group:
@@ -244,15 +244,15 @@ async def test_a_generator_that_ends_in_the_moment_it_is_stopped_has_not_succeed
         running.begin()
         running.add(0)
         assert running.interrupt("shutdown") is None
-        terms = WorkerSettings(concurrency=1, retries=0, timeout=None, lease=30, max_lost=5, grace=1)
-        assert await running.deliver(BodyOutcome("succeeded", dls.wire.pack(None)), terms) == "queued"
+        settings = WorkerSettings(concurrency=1, retries=0, timeout=None, lease=30, max_lost=5, grace=1)
+        assert await running.deliver(BodyOutcome("succeeded", dls.wire.pack(None)), settings) == "queued"
     assert (await queue.get(id)).state == "queued"
     assert await frames_of(queue, id) == []
 
 
 @pytest.mark.parametrize("kind", ["killed", "lost"])
 async def test_a_stream_whose_producer_is_gone_never_looks_complete(queue: dls.Queue, kind: str) -> None:
-    """Cancelled before it started, or lost too often after its first values: whoever ends the row says so."""
+    """An invocation cancelled before its start, or lost too often after its first values, ends its stream with an error."""
     plane = queue.dispatch
     id = await queue.submit(dls.thunk(bodies.acount, 3))
     seen: list[int] = []
@@ -282,7 +282,7 @@ async def test_a_stream_that_is_cancelled_while_it_runs_never_looks_complete(que
             await queue.cancel(stream.id, wait=True)
             with pytest.raises(dls.InvocationKilled):
                 [value async for value in stream]
-            with pytest.raises(dls.InvocationKilled):  # nor does it to those who come late
+            with pytest.raises(dls.InvocationKilled):  # nor for a reader that comes late
                 [value async for value in queue.stream(stream.id)]
 
 
@@ -307,7 +307,7 @@ async def test_R37_a_retry_of_a_stream_without_values_has_nothing_to_announce(qu
 
 
 async def test_a_released_stream_goes_on_after_an_announcement(queue: dls.Queue) -> None:
-    """A drain in the middle of a stream: what was written stays, and the next attempt says that it is another one."""
+    """A drain in the middle of a stream: what was written stays, and the next attempt announces the restart."""
     stop = anyio.Event()
     async with anyio.create_task_group() as group:
         group.start_soon(lambda: dls.run_worker(queue, grace=0.1, stop=stop))
@@ -330,7 +330,7 @@ async def test_a_released_stream_goes_on_after_an_announcement(queue: dls.Queue)
 
 
 class Losing(dls.Dispatch):
-    """A plane on which chosen appends are done and not answered."""
+    """A plane that performs certain appends but loses their answers."""
 
     def __init__(self, path: Any) -> None:
         super().__init__(path)
@@ -357,7 +357,7 @@ async def test_R36_an_append_whose_answer_is_lost_is_sent_again_with_the_same_nu
 
 
 class Refusing(dls.Dispatch):
-    """A plane that takes neither results nor frames above a size, for good."""
+    """A plane that always refuses results and frames above a size."""
 
     LIMIT = 10_000
 
@@ -385,7 +385,7 @@ async def test_R68_an_oversized_result_fails_once_and_says_what_to_do(tmp_path: 
 
 @GENERATORS
 async def test_R68_an_oversized_value_of_a_stream_fails_once(tmp_path: Any, is_async: bool) -> None:
-    """Whatever the body makes of it: the last value may be refused when it has long ended."""
+    """Also if the refusal comes after the end of the body."""
     async with Refusing(tmp_path / "refusing.db") as plane:
         queue = dls.Queue("q", dispatch=plane)
         async with running_worker(queue, retries=5):

@@ -1,4 +1,4 @@
-"""Envelopes and exceptions that were made to break whoever looks at them: each fails alone, once, and the worker goes on."""
+"""Envelopes and exceptions made to break the code that inspects them: each fails alone and once, and the worker goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def failed_once(queue: dls.Queue, id: str) -> Failure:
-    """What is said of an invocation that failed at its first attempt; the same worker has run another one since."""
+    """Return the error of an invocation that failed at once, and check that the same worker runs another one."""
     with anyio.fail_after(20):
         assert await queue.call(dls.thunk(bodies.double, 21)) == 42
         with pytest.raises(dls.InvocationFailed) as caught:
@@ -44,7 +44,7 @@ async def failed_once(queue: dls.Queue, id: str) -> Failure:
 
 
 def deep() -> Any:
-    """As deep as a payload may be, so that a look at its text needs more stack than there is."""
+    """Return the deepest allowed payload: to print it needs more stack than there is."""
     made: Any = []
     for _ in range(1000):
         made = [made]
@@ -221,7 +221,7 @@ def test_what_is_said_of_an_exception_is_plain_text() -> None:
 def test_groups_that_share_their_members_have_each_leaf_once_and_in_order() -> None:
     one, two = ValueError(1), KeyError(2)
     made = ExceptionGroup("a", [one, two])
-    for _ in range(60):  # more paths than anybody could walk
+    for _ in range(60):  # too many paths to follow each of them
         made = ExceptionGroup("both", [made, made])
     assert list(leaf_exceptions(made)) == [one, two]
     assert list(leaf_exceptions(one)) == [one]
@@ -231,7 +231,7 @@ def test_groups_that_share_their_members_have_each_leaf_once_and_in_order() -> N
 
 
 class Faulty:
-    """An executor with faults of its own, or whose outcomes cannot be written down."""
+    """An executor that raises, or that returns outcomes which cannot be encoded."""
 
     paused_until = 0.0
 
@@ -269,8 +269,8 @@ class Faulty:
 async def test_a_fault_around_a_body_fails_its_invocation_alone(
     queue: dls.Queue, fault: Callable[[], BaseException | BodyOutcome], type: str, message: str
 ) -> None:
-    terms = WorkerSettings(concurrency=1, retries=3, timeout=None, lease=30.0, max_lost=5, grace=5.0)
-    worker = Worker(queue.dispatch, [queue.name], Faulty([fault()]), terms)
+    settings = WorkerSettings(concurrency=1, retries=3, timeout=None, lease=30.0, max_lost=5, grace=5.0)
+    worker = Worker(queue.dispatch, [queue.name], Faulty([fault()]), settings)
     stop = anyio.Event()
     async with anyio.create_task_group() as group:
 

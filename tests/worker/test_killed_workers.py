@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: no invocation and no acknowledged frame is lost, and all goes on at once."""
+"""SIGKILL at any moment: no invocation and no acknowledged frame is lost, and work goes on at once."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_a_kill_loses_no_acknowledged_frame(
     got: list[int] = []
     with pytest.raises(dls.StreamRestarted) as caught:
         await read_into(got, stream)
-    assert got == list(range(there))  # what was there is there, in order, and nothing of another attempt
+    assert got == list(range(there))  # the acknowledged frames are there, in order, without any of another attempt
     assert (caught.value.seq, caught.value.attempt) == (there, 2)
     assert [value async for value in stream] == list(range(n))
     frames = (await plane.page(id)).frames
@@ -119,11 +119,11 @@ async def test_a_kill_loses_no_acknowledged_frame(
 async def test_R9_another_worker_takes_over_at_once(
     queue: dls.Queue, crew: Workers, tmp_path: Path, another: str
 ) -> None:
-    """On one machine a dead holder is noticed within a second or two, whatever its lease."""
+    """On the same machine the death of a worker is noticed within two seconds, whatever its lease."""
     crowd = [crew.start(lease=3600)]
 
     async def ready() -> float:
-        """When a new worker began its first job: the one that runs a body has no slot left."""
+        """Return when a new worker began its first job. The worker that runs a body has no free slot."""
         crowd.append(crew.start(lease=3600))
         other = await queue.submit(dls.thunk(bodies.work, str(tmp_path / "ready"), "ready"))
         assert await queue.result(other, timeout=60) == "ready"
@@ -150,7 +150,7 @@ async def test_R9_another_worker_takes_over_at_once(
 async def test_a_body_that_always_kills_its_worker_fails_in_the_end(
     queue: dls.Queue, crew: Workers, tmp_path: Path
 ) -> None:
-    """And says so: the reason is not hidden, the row does not go round for ever, its neighbours are not blamed."""
+    """The error names the reason, the invocation is not repeated for ever, and other invocations do not pay for it."""
     bad = await queue.submit(dls.thunk(bodies.kill_worker, str(tmp_path / "marks")), priority=1)
     good = [await queue.submit(dls.thunk(bodies.awork, str(tmp_path / "good"), f"g{n}")) for n in range(4)]
     for _ in range(3):
@@ -172,7 +172,7 @@ async def test_a_body_that_always_kills_its_worker_fails_in_the_end(
 async def test_a_body_that_stops_its_process_for_four_leases_runs_once(
     queue: dls.Queue, crew: Workers, tmp_path: Path, hog: str
 ) -> None:
-    """One call in C under the interpreter's lock stops heartbeats as well; what holds is that the process lives."""
+    """A call in C that holds the interpreter's lock also stops heartbeats. The claim holds because the process lives."""
     marks, lease = tmp_path / "marks", 1.0
     for _ in range(2):
         crew.start(lease=lease)

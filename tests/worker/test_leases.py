@@ -1,4 +1,4 @@
-"""Claims that are lost, taken over or contested, and planes that cannot be reached: who may still speak for a row."""
+"""Claims that are lost or taken over, heartbeats, and planes that cannot be reached."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def thief(plane: dls.Dispatch) -> AsyncIterator[dls.Dispatch]:
-    """Somebody else's plane over the same file."""
+    """Another plane object over the same file."""
     assert plane.path is not None
     async with dls.Dispatch(plane.path) as other:
         yield other
 
 
 async def steal(plane: dls.Dispatch, thief: dls.Dispatch, id: str) -> Claimed:
-    """Take a running row from its worker, as if that were dead; before it can say that it is not."""
+    """Take a running invocation from its worker as if the worker were dead, before its next heartbeat."""
     connection = sqlite3.connect(str(plane.path), timeout=20)
     (holder,) = connection.execute("SELECT holder FROM invocation WHERE id = ?", (id,)).fetchone()
     connection.close()
@@ -91,7 +91,7 @@ async def test_a_worker_that_lost_a_claim_stops_its_body_and_says_nothing(
 async def test_a_stream_whose_claim_is_lost_gets_no_more_frames_from_it(
     plane: dls.Dispatch, queue: dls.Queue, thief: dls.Dispatch
 ) -> None:
-    async with running_worker(queue):  # the next heartbeat is ten seconds away: the append is what finds out
+    async with running_worker(queue):  # the next heartbeat is ten seconds away, so the append is the first to fail
         id = await queue.submit(dls.thunk(bodies.steps_until_cancelled, "steps"))
         stream = queue.stream_frames(id)
         assert [(await anext(stream)).body for _ in range(3)] == [0, 1, 2]
@@ -130,7 +130,7 @@ async def test_R11_a_body_longer_than_its_lease_is_started_once(queue: dls.Queue
 
 
 async def test_a_body_that_blocks_its_own_loop_keeps_its_claim(queue: dls.Queue) -> None:
-    """Heartbeats are not on the loop of the bodies: the lease is renewed while nothing else moves there."""
+    """Heartbeats do not run on the loop of the bodies: the lease is renewed while that loop is blocked."""
     leases: list[float] = []
     bodies.gate("hog")
 
@@ -162,7 +162,7 @@ async def test_a_body_that_blocks_its_own_loop_keeps_its_claim(queue: dls.Queue)
 
 
 class Recorded(dls.Dispatch):
-    """A plane that remembers what was asked of it, and fails while it is told to."""
+    """A plane that records its operations, and fails those named in `out`."""
 
     patience = 0.05
 
@@ -202,12 +202,12 @@ async def test_one_beat_renews_all_claims_and_an_idle_worker_sends_none(recorded
         bodies.open_gates()
         for id in ids:
             await queue.result(id, timeout=20)
-        # One may have been on its way when the last result came.
+        # One heartbeat may have been on its way when the last result came.
         await wait_until(quiet(lambda: recorded.count(Beat), 1.0), description="a second without a beat")
 
 
 def quiet(count: Callable[[], int], seconds: float) -> Callable[[], bool]:
-    """Whether `count` has given the same for so long, while it was looked at."""
+    """Return a function that tells whether `count()` has not changed for `seconds`."""
     seen: list[tuple[int, float]] = []
 
     def is_quiet() -> bool:
@@ -236,7 +236,7 @@ async def renewed(queue: dls.Queue, id: str, until: float) -> bool:
 
 
 async def test_a_keeper_without_its_loop_keeps_nothing(recorded: Recorded, anyio_backend_name: str) -> None:
-    """The claims of an event loop that has ended are for others, although the process lives."""
+    """Other workers can take the claims of an event loop that has ended, although the process lives."""
     id = await dls.Queue("q", dispatch=recorded).submit(dls.thunk(bodies.double, 1))
     (claimed,) = await recorded.claim(["q"], "w", lease=60)
 
@@ -259,7 +259,7 @@ async def test_a_keeper_without_its_loop_keeps_nothing(recorded: Recorded, anyio
 
 
 async def test_a_worker_that_has_ended_leaves_the_plane_alone(tmp_path: Path) -> None:
-    """Heartbeats run elsewhere: none of them may open again what is being closed."""
+    """Heartbeats run on another loop: none of them may open a plane again that is being closed."""
     before = set(per_loop._open)
     for number in range(30):
         async with dls.Dispatch(tmp_path / f"{number}.db") as plane:
@@ -303,7 +303,7 @@ async def test_claims_pause_with_growing_delays_while_the_plane_is_out(recorded:
 
 
 async def test_R33_a_claim_loop_that_cannot_go_on_ends_the_worker(recorded: Recorded) -> None:
-    """Nothing lives on that looks like a worker and claims nothing."""
+    """The worker must not go on without claiming."""
     recorded.out, recorded.error = (Claim,), dls.NotAuthorized("the token was revoked")
     with pytest.raises(dls.NotAuthorized, match="revoked"):
         await dls.run_worker(dls.Queue("q", dispatch=recorded))
@@ -331,10 +331,10 @@ async def test_a_worker_that_is_cancelled_during_an_outage_ends_all_the_same(
 
 
 async def test_an_early_outcome_is_kept_during_an_outage_too(recorded: Recorded) -> None:
-    """Of a thread that timed out: when the thread ends meanwhile, neither the outcome nor its claim is dropped."""
+    """A body in a thread timed out. If the thread ends during the outage, neither outcome nor claim is dropped."""
     queue = dls.Queue("q", dispatch=recorded)
     async with running_worker(queue, timeout=0.2, lease=0.6, concurrency=2):
-        for _ in range(5):  # a machine that stands still may leave it no time to begin
+        for _ in range(5):  # on a machine that stalls, its time may be over before it begins
             recorded.out, sent = (Finish,), recorded.count(Finish)
             id = await queue.submit(dls.thunk(bodies.blocked, "b"))
             await wait_until(lambda sent=sent: recorded.count(Finish) > sent, description="an attempt to deliver")

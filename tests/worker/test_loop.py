@@ -69,7 +69,7 @@ async def test_R99_several_queues_are_one_order(plane: dls.Dispatch) -> None:
 
 
 async def test_a_hundred_def_bodies_run_at_once(queue: dls.Queue) -> None:
-    """anyio's own bound for threads is forty."""
+    """anyio's own limit is forty threads."""
     ids = await queue.submit_many([dls.thunk(bodies.meet, 100)] * 100)
     async with running_worker(queue, concurrency=100):
         assert [await queue.result(id, timeout=60) for id in ids] == [True] * 100
@@ -120,7 +120,7 @@ async def test_R89_bodies_see_the_context_and_leave_nothing_in_it(queue: dls.Que
 
 
 async def test_a_row_lost_twice_runs_alone(queue: dls.Queue) -> None:
-    """It may be what kills its process: the others are not begun beside it, and cost nothing for it."""
+    """It may be what kills its process: no other body starts beside it, and the others lose no attempt."""
     suspect = await queue.submit(dls.thunk(bodies.blocked, "suspect"), priority=5)
 
     async def reaped() -> bool:
@@ -132,7 +132,7 @@ async def test_a_row_lost_twice_runs_alone(queue: dls.Queue) -> None:
     others = [await queue.submit(dls.thunk(bodies.note, n)) for n in range(6)]
     async with running_worker(queue, concurrency=4):
         await wait_until(lambda: bodies.SEEN, description="the first body")
-        # What came along in the same claim went back, and stays where it is.
+        # What was claimed together with it went back to the queue, and stays there.
         await wait_until(lambda: all_queued(queue, others), description="the others to be given back")
         assert bodies.SEEN == ["suspect began"]
         bodies.open_gates()
@@ -159,7 +159,7 @@ async def test_a_row_lost_twice_waits_for_those_that_run(queue: dls.Queue) -> No
 
 
 async def lost_twice(queue: dls.Queue, thunk: dls.Thunk[Any]) -> str:
-    """Submit what is lost twice elsewhere before the worker of this queue sees it."""
+    """Submit an invocation that is lost twice in another queue before the worker of this queue sees it."""
     hidden = dls.Queue("hidden", dispatch=queue.dispatch)
     id = await hidden.submit(thunk)
 
@@ -174,7 +174,7 @@ async def lost_twice(queue: dls.Queue, thunk: dls.Thunk[Any]) -> str:
 
 
 async def move(plane: Any, id: str, queue: str) -> None:
-    """No verb does that: behind the plane's back."""
+    """Change the row in the file, since the plane has no method for that."""
     import sqlite3
 
     connection = sqlite3.connect(plane.path, isolation_level=None, timeout=20)

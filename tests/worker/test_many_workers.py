@@ -37,7 +37,7 @@ def rows_by_state(path: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_R95_twenty_four_processes_open_one_new_file_and_run_each_job_once(tmp_path: Path) -> None:
-    """R96 too: all of them at once, and nobody is told that the database is locked."""
+    """R96 too: all of them at the same time, and none gets the error that the database is locked."""
     processes, jobs = 24, 100
     with workers(tmp_path / "new.db", tmp_path / "log", "asyncio") as crew:
         numbers = [str(jobs), str(processes)]
@@ -81,8 +81,8 @@ async def test_workers_cancelled_at_a_random_await_leave_no_row_running(plane: d
         async with anyio.create_task_group() as group:
             for _ in range(WORKERS):
                 group.start_soon(work, dice.randrange(60))
-        # A claim that was under way when its worker was cancelled comes back by itself, a moment later: what is asked
-        # for now is answered after it.
+        # A claim that was under way when its worker was cancelled is returned a moment later, before the answer to this
+        # operation.
         await plane.do(Beat("nobody", (), 1.0))
         await wait_until(lambda: not rows_running(path), description=f"no row to be running after round {number}")
         states = rows_by_state(path)
@@ -109,13 +109,13 @@ def test_workers_left_behind_by_a_loop_that_ends_leave_no_row_running(tmp_path: 
         tasks = [asyncio.ensure_future(dls.run_worker(queue, concurrency=3)) for _ in range(WORKERS)]
         for _ in range(dice.randrange(80)):
             await asyncio.sleep(0)
-        left.extend(tasks)  # or their end would be the collector's
+        left.extend(tasks)  # or the garbage collector would end them
 
     left: list[asyncio.Future[int]] = []
     planes: list[dls.Dispatch] = []
     for number in range(ROUNDS):
         asyncio.run(main(number))
-        gc.collect()  # here, where a coroutine that was never begun may be warned about, and not just anywhere
+        gc.collect()  # here, where warnings about coroutines that never began are ignored
         states = rows_by_state(path)
         assert set(states) <= {"queued", "succeeded"}, (number, states)
         assert sum(states.values()) == 20 * (number + 1)
@@ -135,7 +135,7 @@ def test_workers_left_behind_by_a_loop_that_ends_leave_no_row_running(tmp_path: 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_loop_that_ends_with_bodies_running_gives_them_back(tmp_path: Path) -> None:
-    """Neither failed nor lost: nobody asked them to stop but the end of everything."""
+    """They count neither as failed nor as lost."""
     path = tmp_path / "plane.db"
 
     async def main() -> None:
@@ -164,7 +164,7 @@ def rows_running(path: Path) -> list[Any]:
 
 
 def test_workers_in_threads_with_loops_of_their_own_share_one_plane(tmp_path: Path) -> None:
-    """asyncio and trio side by side, one plane object, each job once."""
+    """Workers on asyncio and on trio share one plane object; each job runs once."""
     plane, stop = dls.Dispatch(tmp_path / "plane.db"), threading.Event()
     queue = dls.Queue("q", dispatch=plane)
     threads = [

@@ -1,4 +1,4 @@
-"""Whatever a body does, what came of it is its invocation's outcome, and the worker goes on."""
+"""Whatever a body does becomes the outcome of its invocation, and the worker goes on."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ async def test_wrong_arguments_fail_like_any_exception(queue: dls.Queue) -> None
 async def test_a_module_that_is_slow_to_import_does_not_block_the_loop(
     queue: dls.Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend_name: str
 ) -> None:
-    """Two invocations want it: the second must not wait on the loop for what a thread has begun to import."""
+    """Two invocations need it: the second must not block the loop while a thread imports the module."""
     module = f"slow_to_import_{anyio_backend_name}"
     (tmp_path / f"{module}.py").write_text(
         "import worker_bodies\nworker_bodies.note('importing')\nworker_bodies.gate('import').wait(60)\ndef f(): return 1\n"

@@ -1,4 +1,4 @@
-"""More of what users of such systems suffered from, row by row."""
+"""Cases that users of similar systems have reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Clock:
-    """It stands still until somebody moves it."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.now = time.time()
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Unhalting:
-    """The time as on a machine that never stands still: from one look to the next a hundredth of a second at most."""
+    """A clock that moves by at most a hundredth of a second between two reads, as on a machine that never stalls."""
 
     def __init__(self) -> None:
         self._seen, self._now, self._lock = time.monotonic(), time.time(), threading.Lock()
@@ -98,9 +98,9 @@ async def nothing_left(queue: dls.Queue) -> bool:
 
 
 async def test_R6_reaping_all_the_time_takes_nothing_from_the_living(tmp_path: Path) -> None:
-    """R8 and R23 too: whoever is there reaps, several at once, and none of them is a job."""
+    """R8 and R23 too: several processes reap at the same time, and none of them takes a job from a living worker."""
     reaped: list[Any] = []
-    clock = Unhalting()  # ten leases without a heartbeat would be the end of any claim
+    clock = Unhalting()  # ten leases without a heartbeat would end any claim
     plane, one, two = (dls.Dispatch(tmp_path / "plane.db", clock=clock) for _ in range(3))
     queue = dls.Queue("q", dispatch=plane)
 
@@ -144,7 +144,7 @@ async def test_R12_a_delayed_row_starts_once_and_not_before_it_is_due(tmp_path: 
             due = (await queue.get(id)).not_before or 0.0
             assert due > clock.now + 0.2
             clock.now = due - 0.01
-            await anyio.sleep(1.0)  # time for them to be wrong
+            await anyio.sleep(1.0)  # time for a mistake to show
             assert bodies.SEEN == ["f"]
             clock.now = due
             assert await queue.result(id, timeout=20) == 2
@@ -165,7 +165,7 @@ async def test_R24_no_two_workers_have_one_name(queue: dls.Queue) -> None:
 
 
 async def test_R35_reads_that_are_broken_off_lose_no_item(queue: dls.Queue) -> None:
-    """Many streams at once, each asked again and again with little patience or none."""
+    """Many streams at the same time, each read again and again with a short timeout or none."""
     got: dict[str, list[int]] = {}
     dice = random.Random(35)
 
@@ -229,7 +229,7 @@ async def test_R65_a_plane_that_fails_twice_during_a_wait_does_not_end_it(
 async def test_R67_a_worker_keeps_nothing_of_what_it_has_done(
     queue: dls.Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does a caller of what it has waited for."""
+    """Nor does a caller keep anything of the results that it has waited for."""
     caplog.set_level(logging.WARNING, "dreamlake.lakeshore")  # records of lines that are logged would be kept
     caplog.set_level(logging.WARNING, "dreamlake.lakeshore.worker")
     kinds = (bodies.adouble, bodies.double, bodies.acount, bodies.count)
@@ -242,7 +242,7 @@ async def test_R67_a_worker_keeps_nothing_of_what_it_has_done(
 
     async with running_worker(queue, concurrency=2):
         counts = [await some(n) for n in (40, 200, 200, 200)]
-    # Not one object for each; what else lives in this process may grow or go once.
+    # Not one object for each invocation. Other objects of this process may come or go once.
     assert min(after - before for before, after in pairwise(counts)) < 200
 
 
@@ -279,7 +279,7 @@ async def test_R70_a_worker_that_has_the_old_code_says_so(
 
 
 def test_a_worker_that_is_never_ended_does_not_hold_the_interpreter() -> None:
-    """Nor does the plane that nobody closes; what ran is back in its queue."""
+    """Nor does a plane that is never closed. What ran is back in its queue."""
     run_python(
         """
         import asyncio, pathlib, sys, tempfile

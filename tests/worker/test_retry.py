@@ -26,7 +26,7 @@ async def test_retries_wait_longer_each_time_and_end_with_the_last_error(queue: 
     assert (row.attempt, row.failures, row.lost) == (3, 2, 0)
     first, second = (later - before for before, later in pairwise(bodies.BEGAN))
     assert first >= 0.35
-    assert second >= 0.7  # 0.5 and 1 s, give or take a quarter
+    assert second >= 0.7  # 0.5 s and 1 s, each up to a quarter shorter or longer
 
 
 async def test_R45_a_failure_before_the_success_is_not_seen(queue: dls.Queue) -> None:
@@ -51,7 +51,7 @@ async def test_a_retry_that_waits_blocks_nobody(queue: dls.Queue) -> None:
 
 
 async def test_R86_a_drain_costs_no_budget(queue: dls.Queue) -> None:
-    """Neither that of the failures nor that of the losses, also when the body turns its cancellation into an error."""
+    """Neither failures nor losses are counted, also when the body turns its cancellation into an error."""
     ids = [await queue.submit(dls.thunk(bodies.sleeper)), await queue.submit(dls.thunk(bodies.stubborn, "raises"))]
     for number in range(1, 4):
         stop = anyio.Event()
@@ -68,12 +68,12 @@ async def test_R86_a_drain_costs_no_budget(queue: dls.Queue) -> None:
 
 
 async def test_R86_failures_and_losses_are_counted_apart(queue: dls.Queue) -> None:
-    """A row that was lost before has all its retries, and the other way round."""
+    """An invocation that was lost before still has all its retries, and one that failed can still be lost as often."""
     plane = queue.dispatch
     id = await queue.submit(dls.thunk(bodies.fail_times, "f", 2))
 
     async def reaped() -> bool:
-        # This process lives, so its own claims would get ten leases: the reaper is told that nobody holds them.
+        # This process lives, so its claims would get ten leases. `alive=()` makes the reaper believe that it is dead.
         return bool((await plane.do(Reap(alive=()))).rows)
 
     for lost in (1, 2):

@@ -68,7 +68,7 @@ async def test_the_root_of_keys_is_the_option_or_the_environment(
 async def test_pickles_run_where_they_are_allowed(
     queue: dls.Queue, allow: bool | None, trusted: bool, runs: bool
 ) -> None:
-    """None: those that were submitted on this machine, not those that came through a server."""
+    """With None, those submitted on this machine are allowed, and those that came through a server are not."""
     body = dls.thunk(lambda: "unpickled").to_envelope(id="pickled").to_bytes()
     await queue.dispatch.do(Submit("pickled", "q", body, trusted=trusted))
     async with running_worker(queue, allow_pickled=allow):

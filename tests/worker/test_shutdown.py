@@ -119,7 +119,7 @@ async def test_a_worker_cancelled_as_a_task_gives_back_what_it_holds(queue: dls.
 
 
 async def test_a_finished_outcome_survives_the_cancellation_of_its_worker(queue: dls.Queue, monkeypatch: Any) -> None:
-    """Values on their way to the journal, and the result behind them, get there."""
+    """Values on their way to the journal get there, and so does the result after them."""
     from dreamlake.lakeshore.planes.contract.operations import Append
     from dreamlake.lakeshore.planes.plane import Plane
 
@@ -148,7 +148,9 @@ async def delivering(id: str) -> bool:
 
     from dreamlake.lakeshore.worker.outcome import ActiveClaim
 
-    found = [one for one in gc.get_objects() if type(one) is ActiveClaim]  # isinstance would ask objects of others too
+    found = [
+        one for one in gc.get_objects() if type(one) is ActiveClaim
+    ]  # isinstance would run code of unrelated objects
     return any(one.decided and one.claimed.id == id for one in found)
 
 

@@ -69,7 +69,7 @@ async def test_R38_a_generator_in_a_thread_stops_at_its_next_yield(queue: dls.Qu
 
 
 async def test_R38_a_generator_in_a_thread_that_waits_stops_when_it_yields(queue: dls.Queue) -> None:
-    """Its outcome does not wait for that; its slot does, and what it yields afterwards goes nowhere."""
+    """Its outcome does not wait for that, its slot does. What it yields afterwards is dropped."""
     async with running_worker(queue):
         id = await queue.submit(dls.thunk(bodies.blocked_steps, "steps", 5))
         await wait_until(lambda: "steps after 0" in bodies.SEEN, description="the first value")
@@ -123,7 +123,7 @@ async def test_cancelling_a_def_body_is_answered_at_once_and_keeps_its_slot(queu
         began = time.monotonic()
         assert await queue.cancel(id, wait=True)
         assert time.monotonic() - began <= 1.0
-        # One of two slots is left: two more bodies of a kind run one after the other.
+        # One of the two slots is left, so two more such bodies run one after the other.
         pair = [await queue.submit(dls.thunk(bodies.blocked, name)) for name in ("one", "two")]
         await started("one")
         bodies.gate("one").set()

@@ -28,7 +28,7 @@ async def timed_out(queue: dls.Queue, id: str, timeout: float) -> None:
 
 
 async def begun_and_timed_out(queue: dls.Queue, body: Any, timeout: float) -> str:
-    """One of these whose time was over when it had begun: a machine that stands still may leave it none."""
+    """Run the body until one has begun before its timeout. On a machine that stalls, the time may be over before."""
     for _ in range(5):
         bodies.forget()
         id = await queue.submit(dls.thunk(body, "late"))
@@ -67,7 +67,7 @@ async def test_timeout_of_a_generator(queue: dls.Queue) -> None:
     async with running_worker(queue, timeout=0.4):
         for body in (bodies.steps_until_cancelled, bodies.endless):
             got: list[Any] = []
-            for _ in range(5):  # a machine that stands still may leave it no time to begin
+            for _ in range(5):  # on a machine that stalls, its time may be over before it begins
                 with pytest.raises(dls.InvocationTimedOut):
                     await read_into(got, queue.stream(await queue.submit(dls.thunk(body, body.__name__))))
                 if got:
@@ -92,7 +92,7 @@ async def test_R82_a_worker_whose_slots_are_all_stuck_raises(queue: dls.Queue) -
         dls.DispatchError, match=r"every slot of worker .* is held by a body in a thread that was cancel"
     ):
         await dls.run_worker(queue, timeout=0.3, concurrency=2, grace=0.5)
-    # One whose time was over before its thread had begun holds no slot.
+    # A body whose time was over before its thread began holds no slot.
     late = [id for id in ids if (await queue.get(id)).state != "queued"]
     assert len(bodies.SEEN) == 2 <= len(late) < 8
     for id in late:
@@ -105,7 +105,7 @@ async def test_R82_once_does_not_wait_for_ever_for_a_stuck_thread(queue: dls.Que
     ids: list[str] = []
 
     async def works() -> None:
-        for _ in range(5):  # one whose time was over before its thread had begun holds no slot
+        for _ in range(5):  # a body whose time was over before its thread began holds no slot
             ids.append(await queue.submit(dls.thunk(bodies.blocked, "stuck")))
             await dls.run_worker(queue, timeout=0.2, concurrency=4, grace=0.3, once=True)
 
@@ -116,7 +116,7 @@ async def test_R82_once_does_not_wait_for_ever_for_a_stuck_thread(queue: dls.Que
 
 
 async def test_a_timeout_during_the_delivery_changes_nothing(queue: dls.Queue, monkeypatch: Any) -> None:
-    """The outcome is decided; the clock of the worker must neither stop it nor spin meanwhile."""
+    """The outcome is decided: the timeout must not interrupt its delivery, and must not use the CPU meanwhile."""
     deliver, entered, go = ActiveClaim.deliver, anyio.Event(), anyio.Event()
 
     async def slow(self: ActiveClaim, *args: Any) -> Any:

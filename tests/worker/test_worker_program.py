@@ -1,4 +1,4 @@
-"""The worker as a program: how it ends at a signal, and what it needs at its most."""
+"""The worker as a program: how it ends at a signal, and how much memory it needs."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_R82_stuck_threads_end_the_process_for_its_supervisor(
     ]
     assert await exit_code(process) not in (0, None)
     assert await lines(tmp_path / "marks", 2) == ["began"] * 2
-    # A body whose time was over before its thread had begun holds no slot.
+    # A body whose time was over before its thread began holds no slot.
     states = [(await queue.get(id)).state for id in ids]
     late = states.count("timeout")
     assert states == ["timeout"] * late + ["queued"] * (8 - late)
