@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["GvisorOptions", "GvisorRunner"]
 
 INFO_TIMEOUT = 10.0
-"""Seconds within which an engine lists its runtimes. One that takes longer is started with all the same."""
+"""Seconds within which an engine lists its runtimes. If it takes longer, the worker starts nevertheless."""
 
 
 def _default_engine() -> str:

@@ -24,7 +24,7 @@ __all__ = [
     "FOLDER",
     "INVOCATION",
     "JOB",
-    "TOKEN",
+    "NONCE",
     "WORKER",
     "JobPlan",
     "job_name",
@@ -40,7 +40,7 @@ WORKER = f"{_PREFIX}worker"
 INVOCATION = f"{_PREFIX}invocation"
 ATTEMPT = f"{_PREFIX}attempt"
 JOB = f"{_PREFIX}job"
-TOKEN = f"{_PREFIX}mark"
+NONCE = f"{_PREFIX}mark"
 """The label by which a Job differs from others that had its name before."""
 PLACE = f"{_PREFIX}place"
 HOST = f"{_PREFIX}host"
@@ -58,7 +58,7 @@ class JobPlan:
     namespace: str
     worker: str
     """The label of all Jobs of the runner."""
-    token: str
+    nonce: str
     """Differs for each Job, also for those that had its name before."""
     environ: Mapping[str, str]
     uid: int
@@ -91,7 +91,7 @@ def manifest(options: KubeOptions, plan: JobPlan) -> dict[str, Any]:
         INVOCATION: label(launch.id),
         ATTEMPT: str(launch.attempt),
         JOB: name,
-        TOKEN: plan.token,
+        NONCE: plan.nonce,
         **place_labels(options),
     }
     return {

@@ -12,7 +12,7 @@ from ...planes.contract.records import Failure
 from ...worker.runner import Exit
 from ..failure import child_failed, child_lost
 from .json_fields import entries, meta, part
-from .manifest import CONTAINER, TOKEN
+from .manifest import CONTAINER, NONCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,17 +52,17 @@ class ChildState:
 class TrackedJob:
     """One Job, and what is known about its pod."""
 
-    def __init__(self, name: str, id: str, token: str, options: KubeOptions) -> None:
+    def __init__(self, name: str, id: str, nonce: str, options: KubeOptions) -> None:
         """
         Args:
             name: The name of the Job.
             id: The id of its invocation.
-            token: The label by which it differs from others that had its name before.
+            nonce: The label by which it differs from others that had its name before.
             options: The runner's options.
         """
         self.name = name
         self.id = id
-        self.token = token
+        self.nonce = nonce
         self.may_exist = False
         """Whether its creation has been requested."""
         self.ending = False
@@ -91,7 +91,7 @@ class TrackedJob:
 
     def update(self, pod: Mapping[str, Any], *, gone: bool = False) -> None:
         """Take a version of a pod of this Job. The first pod is the child's, and should be the only one."""
-        if part(pod, "metadata", "labels").get(TOKEN) != self.token:
+        if part(pod, "metadata", "labels").get(NONCE) != self.nonce:
             return
         name = meta(pod, "name")
         if gone:

@@ -37,7 +37,7 @@ from .api import ApiUnavailable, RequestRejected, check_client, keep_trying
 from .config import find_cluster
 from .guard import GuardSettings, delete_orphans
 from .json_fields import part
-from .manifest import CONTAINER, INVOCATION, TOKEN, JobPlan, job_name, label, manifest, place_labels
+from .manifest import CONTAINER, INVOCATION, NONCE, JobPlan, job_name, label, manifest, place_labels
 from .options import KubeOptions
 from .tracker import API_TIMEOUT, JobTracker
 
@@ -98,13 +98,13 @@ class KubeRunner:
             DispatchError: The child will never run, with what the cluster reports.
         """
         uid, gid = numeric_ids(launch.as_user)
-        token = secrets.token_hex(8)
+        nonce = secrets.token_hex(8)
         environ = {**self.environ, **launch.environ}
-        job = manifest(self.options, JobPlan(launch, self.namespace, self.worker, token, environ, uid, gid))
+        job = manifest(self.options, JobPlan(launch, self.namespace, self.worker, nonce, environ, uid, gid))
         await anyio.to_thread.run_sync(give_folder, launch.folder.path, launch.as_user or "", uid, gid)
         await checkpoint_if_cancelled()
         tracker = self._open_tracker()
-        tracked = tracker.add(job_name(launch.id, launch.attempt), launch.id, token)
+        tracked = tracker.add(job_name(launch.id, launch.attempt), launch.id, nonce)
         try:
             if launch.attempt > 1 and await tracker.end_earlier(launch.id):
                 await anyio.to_thread.run_sync(remove_earlier_files, launch.folder.path)
@@ -164,7 +164,7 @@ class KubeRunner:
                     raise
                 existing = await keep_trying(partial(tracker.api.job, tracked.name), API_TIMEOUT)
                 labels = part(existing, "metadata", "labels")
-                if labels.get(TOKEN) == tracked.token:
+                if labels.get(NONCE) == tracked.nonce:
                     return  # it was created, and the answer was lost
                 ended = await tracker.end_earlier(launch.id)
                 if existing is not None and not ended and labels.get(INVOCATION) != label(launch.id):

@@ -86,9 +86,9 @@ class JobTracker:
         self._ended = anyio.Event()
         spawn(self._run, self._ended.set)
 
-    def add(self, name: str, id: str, token: str) -> TrackedJob:
+    def add(self, name: str, id: str, nonce: str) -> TrackedJob:
         """Track the Job of that name, which is yet to be created."""
-        job = TrackedJob(name, id, token, self._options)
+        job = TrackedJob(name, id, nonce, self._options)
         self._jobs[name] = job
         self._to_delete.discard(name)
         with suppress(ValueError):
