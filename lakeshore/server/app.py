@@ -1,4 +1,4 @@
-"""The ASGI application: who may ask, how a request's bytes become fields, and how an answer becomes bytes.
+"""The ASGI application: how a request's bytes become fields, and how an answer becomes bytes.
 
 What every request goes through is written for speed: a dictionary finds the route, one pass reads the headers, nothing
 is wrapped. Starlette brings the lifespan, and the middleware of who embeds the application.
@@ -19,21 +19,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 from starlette.applications import Starlette
 
-from ..errors import LakeshoreError, NotAuthorized, WireError
+from ..errors import LakeshoreError
 from ..ids import check_id
 from ..planes.protocol.errors import ForbiddenRequest, encode_error, status_of
 from ..planes.protocol.fields import encode
 from ..planes.protocol.routes import CONTENT_TYPE, REQUEST_ID, STREAM_TYPE
+from .auth import Access
 from .limits import Limits
 from .metrics import METRICS_TYPE, Metrics
-from .requests import Answer, Body, Call, Left, Receive, Service, Target, find, read_fields, read_query, told
+from .requests import Body, Call, ErrorAnswer, Left, Receive, Service, Target, find, read_fields, read_query, told
 from .routes import HANDLERS, HELD, stream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, MutableMapping
 
     from ..planes.plane import Plane
-    from .tokens import Caller, TokenFile
+    from .tokens import TokenFile
 
 __all__ = ["ControlPlane", "create_app"]
 
@@ -42,7 +43,6 @@ Send: TypeAlias = "Callable[[MutableMapping[str, Any]], Awaitable[None]]"
 Headers: TypeAlias = "tuple[tuple[bytes, bytes], ...]"
 
 CLIENT_LEFT = 499  # in the log and the metrics only
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 SMALL = 64 << 10
 """Bytes of an unwanted body that are left to the server to skip; before a longer one the connection is closed."""
 CLOSING_S = 5.0
@@ -50,7 +50,6 @@ CLOSING_S = 5.0
 logger = logging.getLogger("dreamlake.lakeshore.server")
 
 _GIVEN_ID = re.compile(rb"[0-9A-Za-z_-]{1,64}")
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(?::[0-9]*)?")
 _MSGPACK, _STREAM, _JSON, _TEXT = CONTENT_TYPE.encode(), STREAM_TYPE.encode(), b"application/json", b"text/plain"
 _ID_HEADER = REQUEST_ID.encode()
 _DEAF = (OSError, RuntimeError)
@@ -60,14 +59,14 @@ _DEAF = (OSError, RuntimeError)
 class _Endpoint:
     """What an application's requests are checked against, and the planes that answer them."""
 
-    def __init__(
-        self, plane: Plane, tokens: TokenFile | None, allowed: Collection[str], limits: Limits, service: Service
-    ) -> None:
-        self.plane, self.limits, self.service = plane, limits, service
-        self._tokens, self._others = tokens, dict[str, "Plane"]()
-        self._hosts, self._any_host = LOOPBACK | {host.lower() for host in allowed}, not allowed
-        self._seen = set[bytes]()  # headers with a name and a port that are good
-        self._prefix, self._count = secrets.token_hex(4).encode(), count(1)
+    def __init__(self, plane: Plane, access: Access, limits: Limits, service: Service) -> None:
+        self.plane = plane
+        self.access = access
+        self.limits = limits
+        self.service = service
+        self._other_planes: dict[str, Plane] = {}
+        self._id_prefix = secrets.token_hex(4).encode()
+        self._id_numbers = count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -78,63 +77,18 @@ class _Endpoint:
     def request_id(self, given: bytes | None) -> bytes:
         if given is not None and _GIVEN_ID.fullmatch(given):
             return given
-        return b"%s-%x" % (self._prefix, next(self._count))
-
-    def check_browser(self, headers: Mapping[bytes, bytes], scope: Scope) -> None:
-        """What a page of another origin could have sent is refused, under whatever name it reached this machine."""
-        if b"origin" in headers:
-            raise ForbiddenRequest("expected no Origin header: this server takes no requests of pages in browsers")
-        if self._any_host and self._tokens is not None and self._tokens.required:
-            return
-        host = headers.get(b"host", b"")
-        if host in self._seen:
-            return
-        name, server = _host(host), scope.get("server")
-        if name in self._hosts and len(self._seen) < 100:
-            self._seen.add(host)
-        if name not in self._hosts and not (server and name == str(server[0]).lower()):
-            raise ForbiddenRequest(
-                f"expected a Host header that names this server, got {name[:80]!r}: "
-                "start it with --allowed-host for every other name that it goes by"
-            )
-
-    def caller(self, headers: Mapping[bytes, bytes], role: str) -> Caller | None:
-        """Who asks; None where everybody may."""
-        if self._tokens is None or not self._tokens.required:
-            return None
-        given = headers.get(b"authorization")
-        caller = self._tokens.check(None if given is None else given.decode("latin-1"))
-        if caller is None:
-            said = "none" if given is None else "one that is not known here"
-            message = f"expected a token, `Authorization: Bearer ...`, got {said}"
-            raise Answer(401, "NotAuthorized", message, (b"www-authenticate", b"Bearer"))
-        if not caller.may(role):
-            raise NotAuthorized(f"expected a token of the role {role}, got one of the role {caller.role}")
-        return caller
-
-    def admitted(self, headers: Mapping[bytes, bytes], role: str, named: str | None) -> str:
-        """The namespace that a request is about, whose sender may ask for it."""
-        return self.namespace(named, self.caller(headers, role))
-
-    def namespace(self, named: str | None, caller: Caller | None) -> str:
-        """The namespace that a request is about."""
-        if named is not None and (not 0 < len(named) <= 200 or not named.isprintable()):
-            raise WireError(f"expected a namespace of 1 to 200 printable characters, got {named[:80]!r}")
-        own = self.plane.ns if caller is None else caller.namespace
-        if caller is not None and named not in (None, own):
-            raise NotAuthorized(f"expected the namespace of the token, {own!r}, got {named!r:.80}")
-        return own if named is None else named
+        return b"%s-%x" % (self._id_prefix, next(self._id_numbers))
 
     def plane_of(self, ns: str) -> Plane:
         if ns == self.plane.ns:
             return self.plane
-        found = self._others.get(ns)
+        found = self._other_planes.get(ns)
         if found is None:
-            if len(self._others) >= self.limits.namespaces:
+            if len(self._other_planes) >= self.limits.namespaces:
                 raise ForbiddenRequest(
-                    f"expected one of the {len(self._others)} namespaces in use, the most that there may be"
+                    f"expected one of the {len(self._other_planes)} namespaces in use, the most that there may be"
                 )
-            found = self._others[ns] = self.plane.within(ns)
+            found = self._other_planes[ns] = self.plane.within(ns)
         return found
 
     async def ready(self) -> bool:
@@ -154,15 +108,8 @@ class _Endpoint:
         with anyio.move_on_after(CLOSING_S):
             await self.service.polls.idle()
         with anyio.CancelScope(shield=True):
-            while self._others:
-                await self._others.popitem()[1].aclose()
-
-
-def _host(value: bytes) -> str:
-    """The name in a Host header, without the port; what is none as it is."""
-    text = value.decode("latin-1").lower()
-    found = _HOST.fullmatch(text)
-    return text if found is None else found[1].strip("[]")
+            while self._other_planes:
+                await self._other_planes.popitem()[1].aclose()
 
 
 class _Exchange:
@@ -208,11 +155,11 @@ class _Exchange:
             await self._beside(path)
             return
         self._name, self._label = target.name, target.label
-        app.check_browser(headers, self._scope)
+        app.access.check_browser(headers, self._scope)
         if self._method != target.method:
             allow = (b"allow", target.method.encode())
-            raise Answer(405, "NoSuchMethod", f"expected the method {target.method} for {target.label}", allow)
-        ns = self._ns = app.admitted(headers, target.role, named)
+            raise ErrorAnswer(405, "NoSuchMethod", f"expected the method {target.method} for {target.label}", allow)
+        ns = self._ns = app.access.authorize(headers, target.role, named)
         call = Call(app.service, app.plane_of(ns), ns, id and check_id(id))
         if self._method == "POST":
             self._check_type()
@@ -220,7 +167,7 @@ class _Exchange:
         else:
             call.query = read_query(self._scope.get("query_string", b""))
         if target.name in HELD:
-            call.allowed = partial(app.admitted, headers, target.role, ns)
+            call.allowed = partial(app.access.authorize, headers, target.role, ns)
             await self._watched(target, call)
         else:
             await self._answer(target, call)
@@ -235,10 +182,10 @@ class _Exchange:
             ready = await self._app.ready()
             await self._say(200 if ready else 503, b"ready\n" if ready else b"not ready\n", _TEXT)
         else:
-            self._app.check_browser(self._headers, self._scope)
+            self._app.access.check_browser(self._headers, self._scope)
             if path != "/metrics":
-                raise Answer(404, "NoSuchRoute", f"no route {path[:100]!r} on this server")
-            plane = self._app.plane_of(self._app.namespace(None, self._app.caller(self._headers, "admin")))
+                raise ErrorAnswer(404, "NoSuchRoute", f"no route {path[:100]!r} on this server")
+            plane = self._app.plane_of(self._app.access.authorize(self._headers, "admin", None))
             await self._say(200, await self._app.service.metrics.render(plane), METRICS_TYPE.encode())
 
     async def _watched(self, target: Target, call: Call) -> None:
@@ -297,14 +244,14 @@ class _Exchange:
         if isinstance(exc, Left):
             raise exc
         headers: Headers = ()
-        if isinstance(exc, Answer):
+        if isinstance(exc, ErrorAnswer):
             status, fields, headers = exc.status, exc.fields, exc.headers
         else:
             exc = told(exc)
             status, fields = status_of(exc), encode_error(exc)
         if status == 500 or self._started:
             trace = exc if status == 500 else None
-            kind = fields["error"]["type"] if isinstance(exc, Answer) else type(exc).__name__
+            kind = fields["error"]["type"] if isinstance(exc, ErrorAnswer) else type(exc).__name__
             logger.error("request %s to %s failed: %s", self._id.decode(), self._label, kind, exc_info=trace)
         if self._started:
             self._status = status
@@ -342,7 +289,7 @@ class _Exchange:
         """No form of a page in a browser has this type: another way in is closed."""
         given = self._headers.get(b"content-type", b"")
         if given != _MSGPACK and given.partition(b";")[0].strip().lower() != _MSGPACK:
-            raise Answer(
+            raise ErrorAnswer(
                 415, "Refused", f"expected the content type {CONTENT_TYPE}, got {given[:80].decode('latin-1')!r}"
             )
 
@@ -397,6 +344,8 @@ def create_app(
 
     Call `drain` when the server is to end: servers end the lifespan only after the last answer.
     """
-    plane.serving, bounds = True, limits or Limits()
-    service = Service(bounds, Metrics(plane), target_versions or {})
-    return ControlPlane(_Endpoint(plane, tokens, allowed_hosts, bounds, service))
+    plane.serving = True
+    limits = limits or Limits()
+    service = Service(limits, Metrics(plane), target_versions or {})
+    access = Access(tokens, allowed_hosts, plane.ns)
+    return ControlPlane(_Endpoint(plane, access, limits, service))

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from .polls import Name, Turn
 
 __all__ = [
-    "Answer", "Body", "Call", "Left", "Receive", "Service", "Target", "find", "read_fields", "read_query", "told", "whole",
+    "Body", "Call", "ErrorAnswer", "Left", "Receive", "Service", "Target", "find", "read_fields", "read_query", "told",
+    "whole",
 ]  # fmt: skip
 
 Fields = dict[str, Any]
@@ -118,7 +119,7 @@ class Call:
         return min(seconds(self.fields, name, default), self.service.limits.held)
 
 
-class Answer(Exception):
+class ErrorAnswer(Exception):
     """What to answer in place of what was asked for."""
 
     def __init__(self, status: int, kind: str, message: str, *headers: tuple[bytes, bytes]) -> None:
@@ -151,7 +152,7 @@ class Body:
         self.unread = math.inf if b"transfer-encoding" in headers or not announced.isdigit() else int(announced)
 
     async def read(self) -> bytes:
-        """All of it; the time for it runs anew with each piece. Raises TooLarge, Answer, Left, PlaneUnavailable."""
+        """All of it; the time for it runs anew with each piece. Raises TooLarge, ErrorAnswer, Left, PlaneUnavailable."""
         most, timeout = self._limits.body, self._limits.body_timeout
         if most < self.unread < math.inf:
             raise self._too_large()
@@ -160,7 +161,7 @@ class Body:
         with anyio.move_on_after(timeout) as scope:
             return await self._pieces(scope)
         said = f"expected the rest of the body within {timeout:g} s, got {self._taken} bytes of it"
-        raise Answer(408, "PlaneUnavailable", f"{said}: send it again")
+        raise ErrorAnswer(408, "PlaneUnavailable", f"{said}: send it again")
 
     async def _pieces(self, scope: anyio.CancelScope | None) -> bytes:
         body = bytearray()

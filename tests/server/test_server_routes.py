@@ -153,7 +153,7 @@ async def test_the_application_may_be_mounted_below_another_and_take_middleware(
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:8750", "null", ""])
 async def test_R112_a_request_from_a_page_in_a_browser_is_refused_whatever_it_asks(client: Client, origin: str) -> None:
-    sentence = "expected no Origin header: this server takes no requests of pages in browsers"
+    sentence = "expected a request without an Origin header, got one: this server accepts no requests from web pages"
     assert (await client.post(SUBMIT, submit_of("a"), origin=origin)).error == (403, "Refused", sentence)
     assert (await client.get(INVOCATIONS, origin=origin)).error == (403, "Refused", sentence)
     assert (await client.get("/metrics", origin=origin)).error == (403, "Refused", sentence)
@@ -195,7 +195,7 @@ async def test_R112_a_foreign_host_is_refused(client: Client, host: str) -> None
     name = {"[::2]": "::2", "evil.example:8750": "evil.example"}.get(host, host)
     assert message == (
         f"expected a Host header that names this server, got {name!r}: "
-        "start it with --allowed-host for every other name that it goes by"
+        "start the server with --allowed-host for each further name that clients use"
     )
     assert (await client.get(INVOCATIONS)).fields == {"invocations": []}
 
