@@ -26,7 +26,13 @@ __all__ = [
 Targets: TypeAlias = "Mapping[str, Mapping[str, str]]"
 
 TARGETS: Targets = {
-    "submit": {"raw-submit-1": "", "raw-submit-100": "", "plane-submit": ">= 0.5", "queue-submit": ">= 0.35"},
+    "submit": {
+        "raw-submit-1": "",
+        "raw-submit-100": "",
+        "plane-submit": ">= 0.5",
+        "queue-submit": ">= 0.35",
+        "submit-many": ">= 0.6",
+    },
     "cycle": {
         "raw-claim-ack-1": "",
         "raw-claim-ack-100": "",

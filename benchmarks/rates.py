@@ -23,7 +23,7 @@ WIDTH = 100
 
 
 def submit(bench: Bench) -> None:
-    """A hundred tasks of one process submit, by the plane's verb and by the queue's."""
+    """A hundred tasks of one process submit, by the plane's verb and by the queue's; and one task submits a list."""
     count = bench.size(20_000, 1_000)
     with Children(bench.backend) as children:
         caller = children.start("caller").ready()
@@ -37,6 +37,10 @@ def submit(bench: Bench) -> None:
                 told = caller.ask("submit", path=str(bench.fresh()), how=how, count=count, width=WIDTH)
                 rate = count / told["seconds"]
                 bench.add(f"{how}-submit", "submits/s", rate, rate / raw)
+            many = bench.size(5_000, 1_000)
+            told = caller.ask("submit_many", path=str(bench.fresh()), count=many)
+            rate = many / told["seconds"]
+            bench.add("submit-many", "submits/s", rate, rate / raw)
 
 
 def raw_cycle(bench: Bench, count: int) -> float:

@@ -164,6 +164,16 @@ async def submit(plane: Plane, how: str, count: int, width: int) -> dict[str, An
         return {"seconds": await spread(one, count, width)}
 
 
+async def submit_many(plane: Plane, count: int) -> dict[str, Any]:
+    """One `submit_many` of as many thunks of one function."""
+    async with plane:
+        jobs_queue = dls.Queue("jobs", dispatch=plane)
+        thunks = [dls.thunk(jobs.noop, n) for n in range(count)]
+        started = time.perf_counter()
+        await jobs_queue.submit_many(thunks)
+        return {"seconds": time.perf_counter() - started}
+
+
 async def cycle(plane: Plane, count: int, width: int) -> dict[str, Any]:
     """`width` tasks, each with one invocation at a time from its submit to its outcome."""
 
@@ -244,7 +254,7 @@ async def gather(plane: Plane, ids: list[str], backend: str) -> dict[str, Any]:
 
 
 COMMANDS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
-    fn.__name__: fn for fn in (submit, cycle, fill, calls, calls_beside_results, stream, gather)
+    fn.__name__: fn for fn in (submit, submit_many, cycle, fill, calls, calls_beside_results, stream, gather)
 }
 
 

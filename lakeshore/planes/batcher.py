@@ -1,4 +1,4 @@
-"""Group commit without a timer: what is asked for while one batch is under way makes up the next."""
+"""Group commit without a timer: the operations that come while one batch is under way are the next batch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 Op = TypeVar("Op")
 R = TypeVar("R")
 
-LIMIT = 1000  # operations
-CROWD = 3  # batches of one, or none, after a larger one: then callers come one by one again
-MAX_BYTES = 16 * 1024 * 1024
+MAX_BATCH_OPERATIONS = 1000
+MAX_BATCH_BYTES = 16 << 20
+CALM_BATCHES = 3
+"""After a batch of several operations, how many batches of at most one must follow before an operation is done at once
+again: until then more of them are to be expected."""
 
 _NEXT_PASS = object()
+"""Stands for a drain that begins in the next pass of the event loop."""
 
-_log = logging.getLogger("dreamlake.lakeshore.planes")
-_ENDED = "the event loop ended before the plane's answer came: the operation may have been done, and can be repeated"
+logger = logging.getLogger("dreamlake.lakeshore.planes")
+
+_LOOP_ENDED = (
+    "the event loop ended before the plane's answer came: the operation may have been applied, and can be repeated"
+)
 
 
 class _Batch(Generic[Op, R]):
@@ -37,60 +43,71 @@ class _Batch(Generic[Op, R]):
         self.ops: list[Op | None] = []  # None: withdrawn
         self.bytes = 0
         self.begun = False
-        self.left: list[int] = []  # where callers went away while the batch was under way
+        self.left: list[int] = []  # positions whose callers were cancelled while the batch was under way
         self.results: list[R | Exception] = []
-        self.trace: TracebackType | None = None  # of an exception that all of them share
+        self.trace: TracebackType | None = None  # of an exception that is the answer to all of them
         self.done = anyio.Event()  # one for the whole batch
 
     def answer(self, answers: Sequence[R | Exception] | None) -> None:
-        """One answer for each operation that was not withdrawn; None when there will never be one."""
-        gone = PlaneUnavailable(_ENDED)
+        """Set the answers, one for each operation that was not withdrawn; None where the event loop ended first."""
+        gone = PlaneUnavailable(_LOOP_ENDED)
         rest = iter(answers if answers is not None else [gone] * len(self.ops))
         self.results = [gone if op is None else next(rest) for op in self.ops]
         self.done.set()
 
 
 class Batcher(Generic[Op, R]):
-    """Operations gather while the previous batch is under way; each batch is one call of `commit`, one at a time.
+    """Gathers operations while a batch is under way. Each batch is one call of `commit`; there is one at a time.
 
-    `commit` gives one result or exception for each operation, in order; what it raises is everybody's. Operations keep
-    the order in which they came. A batch holds at most `limit` operations and `max_bytes` bytes as `size` counts them;
-    a larger operation goes alone. The number of callers is not bounded: each of them waits.
+    Operations keep the order in which they came. The number of callers is not bounded: each of them waits. A batcher belongs
+    to one event loop; when that ends, the callers that still wait get PlaneUnavailable.
 
-    Cancellation: `commit` runs in a task of the event loop's own, which no caller's cancellation reaches. A caller that
-    leaves before its batch begins withdraws its operation; after that the answer goes to `orphan(op, answer)`. When the
-    event loop ends, who still waits gets PlaneUnavailable. A batcher belongs to one event loop.
-
-    `at_once`, where there is one, does what `commit` does without a wait, or gives None where it cannot; nobody can come
-    between. What comes to a batcher at rest is done so, in the caller's own step; what follows in the same pass of the
-    event loop gathers as ever, since it may be the first of many.
+    Cancellation: `commit` runs in a task of the event loop, which no caller's cancellation reaches. A caller that is
+    cancelled before its batch begins withdraws its operation; after that the answer goes to `orphan`.
     """
 
     def __init__(
         self,
         commit: Callable[[list[Op]], Awaitable[Sequence[R | Exception]]],
         *,
-        limit: int = LIMIT,
-        max_bytes: int = MAX_BYTES,
+        limit: int = MAX_BATCH_OPERATIONS,
+        max_bytes: int = MAX_BATCH_BYTES,
         size: Callable[[Op], int] | None = None,
         orphan: Callable[[Op, R | Exception], object] | None = None,
         at_once: Callable[[list[Op]], Sequence[R | Exception] | None] | None = None,
     ) -> None:
-        self._commit, self._limit, self._max_bytes, self._size = commit, limit, max_bytes, size
-        self._orphan, self._at_once = orphan, at_once
-        self._passing, self._crowd = False, 0
+        """
+        Args:
+            commit: Applies a batch. Returns one result or exception for each operation, in order; an exception that it
+                raises is the answer to all of them.
+            limit: The number of operations in a batch, at most.
+            max_bytes: The bytes of a batch, at most; a larger operation goes alone.
+            size: The bytes of an operation; by default 0.
+            orphan: Called with an operation and its answer when the caller was cancelled meanwhile.
+            at_once: Does what `commit` does, in one step of the event loop, or returns None where it cannot. An operation
+                that finds the batcher idle is done so, in its caller's own step. What follows in the same pass of the
+                event loop gathers, since it may be the first of many.
+        """
+        self._commit = commit
+        self._limit = limit
+        self._max_bytes = max_bytes
+        self._size = size
+        self._orphan = orphan
+        self._at_once = at_once
+        self._passing = False  # something was done at once in this pass of the event loop
+        self._expected = 0  # batches for which operations are not done at once
         self._waiting: deque[_Batch[Op, R]] = deque()
-        self._now: _Batch[Op, R] | None = None  # under way
-        self._drain: object | None = None  # the one that runs
-        self._quiet: anyio.Event | None = None  # while somebody waits for its end
+        self._current: _Batch[Op, R] | None = None  # under way
+        self._drain: object | None = None  # the task that runs
+        self._idle: anyio.Event | None = None  # while somebody waits for it
 
     async def __call__(self, op: Op) -> R:
-        """The result of one operation; raises the exception that is its answer."""
-        if self._at_once is not None and not self._crowd:
+        """Apply one operation. Returns its result, or raises the exception that is its answer."""
+        if self._at_once is not None and not self._expected:
             await checkpoint_if_cancelled()
             if self._drain is None and not self._passing and (answers := self._at_once([op])) is not None:
                 self._passing = True
-                call_soon(self._passed)
+                call_soon(self._begin_next_batch)
                 if isinstance(answers[0], Exception):
                     raise answers[0]
                 return answers[0]
@@ -110,7 +127,7 @@ class Batcher(Generic[Op, R]):
         return result
 
     async def many(self, ops: Sequence[Op]) -> list[R | Exception]:
-        """Each operation's own result or exception, in order; they take as many batches as they need."""
+        """Apply operations in as many batches as they need. Returns the result or exception of each, in order."""
         sizes = [0 if self._size is None else self._size(op) for op in ops]  # all before the first one enters
         mine: list[tuple[_Batch[Op, R], int]] = []
         for op, size in zip(ops, sizes, strict=True):
@@ -130,13 +147,13 @@ class Batcher(Generic[Op, R]):
     async def idle(self) -> None:
         """Return once no batch waits or is under way."""
         while self._drain is not None:
-            if self._quiet is None:
-                self._quiet = anyio.Event()
-            await self._quiet.wait()
+            if self._idle is None:
+                self._idle = anyio.Event()
+            await self._idle.wait()
 
     async def settled(self) -> None:
-        """Return once what is waiting or under way now has its answer; what comes meanwhile is not waited for."""
-        for batch in [*([] if self._now is None else [self._now]), *self._waiting]:
+        """Return once the operations that wait or are under way now have their answers; later ones are not waited for."""
+        for batch in [*([] if self._current is None else [self._current]), *self._waiting]:
             await batch.done.wait()
 
     def _enter(self, op: Op, size: int) -> _Batch[Op, R]:
@@ -154,7 +171,7 @@ class Batcher(Generic[Op, R]):
             batch.ops[at] = None
         elif not batch.done.is_set():
             batch.left.append(at)
-        else:  # answered in the very moment its caller was cancelled
+        else:  # answered in the moment in which its caller was cancelled
             self._abandon(batch, at)
 
     def _abandon(self, batch: _Batch[Op, R], at: int) -> None:
@@ -164,7 +181,7 @@ class Batcher(Generic[Op, R]):
         try:
             self._orphan(op, batch.results[at])
         except Exception:
-            _log.exception("an answer whose caller had left could not be given back")
+            logger.exception("the answer to a cancelled caller could not be handled")
 
     def _start(self) -> None:
         if self._passing:
@@ -172,8 +189,8 @@ class Batcher(Generic[Op, R]):
         else:
             self._spawn()
 
-    def _passed(self) -> None:
-        """The event loop has come round once since something was done at once: what came meanwhile is next."""
+    def _begin_next_batch(self) -> None:
+        """Begin the next batch, one pass of the event loop after something was done at once."""
         self._passing = False
         if self._drain is not _NEXT_PASS:
             return
@@ -188,18 +205,18 @@ class Batcher(Generic[Op, R]):
             else:
                 batch = self._waiting.popleft()
                 batch.begun = True
-                self._note(len(ops))
+                self._record_size(len(ops))
                 batch.answer(answers)
-                self._rest()
+                self._become_idle()
 
-    def _note(self, size: int) -> None:
-        self._crowd = CROWD if size > 1 else max(self._crowd - 1, 0)
+    def _record_size(self, size: int) -> None:
+        self._expected = CALM_BATCHES if size > 1 else max(self._expected - 1, 0)
 
-    def _rest(self) -> None:
+    def _become_idle(self) -> None:
         self._drain = None
-        if self._quiet is not None:
-            self._quiet.set()
-            self._quiet = None
+        if self._idle is not None:
+            self._idle.set()
+            self._idle = None
 
     def _spawn(self) -> None:
         this = self._drain = object()
@@ -212,21 +229,21 @@ class Batcher(Generic[Op, R]):
             ended()
 
         def ended() -> None:
-            """Also when the event loop cancelled the drain, perhaps before its first step, or never started it."""
+            """Runs also when the event loop cancelled the drain, perhaps before its first step, or never started it."""
             if self._drain is not this:
                 return
             for batch in self._waiting:
                 batch.begun = True
                 batch.answer(None)
             self._waiting.clear()
-            self._rest()
+            self._become_idle()
 
         spawn(drain, ended)
 
     async def _run(self, batch: _Batch[Op, R]) -> None:
         ops = [op for op in batch.ops if op is not None]
-        self._note(len(ops))
-        self._now = batch
+        self._record_size(len(ops))
+        self._current = batch
         answers: Sequence[R | Exception] | None = None
         try:
             answers = await self._commit(ops) if ops else ()
@@ -235,9 +252,10 @@ class Batcher(Generic[Op, R]):
                     f"expected {len(ops)} answers for {len(ops)} operations, one each, got {len(answers)}"
                 )
         except Exception as exc:
-            answers, batch.trace = [exc] * len(ops), exc.__traceback__
+            answers = [exc] * len(ops)
+            batch.trace = exc.__traceback__
         finally:
-            self._now = None
+            self._current = None
             batch.answer(answers)
             for at in batch.left:
                 self._abandon(batch, at)

@@ -58,10 +58,11 @@ class Engine:
         self.store = store
         self.hub = Hub(self._watch, plane)
         self.closed = False
+        self._is_at_home = at_home(store.home)
         self._lanes: dict[str, Batcher[Operation, Any]] = {}
         self._alone: WeakSet[Batcher[Operation, Any]] = WeakSet()
         self._outcomes: Batcher[str, Outcome] = Batcher(self._read_outcomes)
-        self._at_once = store if isinstance(store, AppliesAtOnce) and at_home(store.home) else None
+        self._at_once = store if isinstance(store, AppliesAtOnce) and self._is_at_home else None
         self._orphans: set[anyio.Event] = set()
         self._describers = 0
         self.cancel_on_close: set[str] = set()
@@ -71,7 +72,9 @@ class Engine:
 
     def do(self, op: Operation) -> Awaitable[Any]:
         """Apply one operation, in a batch with those that come meanwhile."""
-        return self._lane(self.store.lane(op))(op)
+        name = self.store.lane(op)
+        lane = None if name is None else self._lanes.get(name)
+        return (lane or self._lane(name))(op)
 
     async def many(self, ops: Sequence[Operation]) -> list[Any]:
         """Apply `ops` in order.
@@ -106,7 +109,7 @@ class Engine:
         return Batcher(self._commit, size=weight_of, orphan=self._give_back, at_once=at_once)
 
     async def _commit(self, ops: Sequence[Operation]) -> Sequence[Any]:
-        answers = await across(self.store.home, self.store.apply, ops)
+        answers = await self._call_store(self.store.apply, ops)
         if self.hub.waiting:
             self._publish(ops, answers)
         return answers
@@ -157,7 +160,13 @@ class Engine:
         """Await a read of the store, `fn(*args)`, on the store's home loop."""
         if self.closed:
             raise PlaneUnavailable("the plane was closed")
-        return await across(self.store.home, fn, *args)
+        return await self._call_store(fn, *args)
+
+    def _call_store(self, fn: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> Awaitable[T]:
+        """Call a method of the store on its home loop."""
+        if self._is_at_home:
+            return fn(*args)
+        return across(self.store.home, fn, *args)
 
     async def read_store(self, fn: Callable[[Store], Awaitable[T]]) -> T:
         return await self.read(fn, self.store)
@@ -167,7 +176,7 @@ class Engine:
         return self._outcomes(id)
 
     async def _read_outcomes(self, ids: Sequence[str]) -> Sequence[Outcome]:
-        return await across(self.store.home, self.store.outcomes, ids)
+        return await self._call_store(self.store.outcomes, ids)
 
     async def outcomes(self, ids: Sequence[str]) -> list[Outcome]:
         return await self.read(self.store.outcomes, ids)
@@ -241,11 +250,12 @@ class Engine:
         for orphan in list(self._orphans):
             await orphan.wait()
         self.closed = True
+        self._lanes.clear()
         await self._outcomes.idle()
         if self.cancel_on_close:
-            await across(self.store.home, self.store.apply, [Cancel(id) for id in self.cancel_on_close])
+            await self._call_store(self.store.apply, [Cancel(id) for id in self.cancel_on_close])
             self.cancel_on_close.clear()
-        await across(self.store.home, self.store.close)
+        await self._call_store(self.store.close)
 
 
 async def open_store(store: Store) -> None:

@@ -133,9 +133,9 @@ class Hub:
         self.subscribe(topics, waiter)
         try:
             while True:
-                self.check_open()
-                if not look_first:
+                if not look_first and not self.closed:
                     await waiter.event.wait()
+                if self.closed:
                     self.check_open()
                 look_first = False
                 if waiter.event.is_set():

@@ -164,14 +164,19 @@ class Plane:
             PlaneUnavailable: After `patience` seconds, or when the plane was closed meanwhile: another attempt would open
                 it again.
         """
-        retries = Retries(self._outage, self.patience)
-        engine = await self.engine(retries)
+        retries: Retries | None = None
+        engine = self._engines.here()
+        if engine is None:
+            retries = Retries(self._outage, self.patience)
+            engine = await self.engine(retries)
         while True:
             try:
                 answer = await attempt(engine, *args)
             except PlaneUnavailable as exc:
                 if engine.hub.closed:
                     raise
+                if retries is None:
+                    retries = Retries(self._outage, self.patience)
                 await retries.pause(exc)
             else:
                 self._outage.record_answer()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 both_loops = pytest.mark.parametrize("backend", ["asyncio", "trio"])
-ENDED = "the event loop ended before the plane's answer came: the operation may have been done, and can be repeated"
+ENDED = "the event loop ended before the plane's answer came: the operation may have been applied, and can be repeated"
 
 
 class Store:
@@ -275,7 +275,7 @@ async def test_an_orphan_hook_that_fails_loses_nothing(caplog: pytest.LogCapture
         store.gate.set()
     await batch.idle()
     assert (answers, orphans) == ([18], [1, 2])
-    assert caplog.text.count("an answer whose caller had left could not be given back") == 2
+    assert caplog.text.count("the answer to a cancelled caller could not be handled") == 2
     assert await batch(3) == 6
 
 

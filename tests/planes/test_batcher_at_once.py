@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from dreamlake.lakeshore.planes.batcher import CROWD, Batcher
+from dreamlake.lakeshore.planes.batcher import CALM_BATCHES, Batcher
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]  # trio has no such store
 
@@ -71,9 +71,9 @@ async def test_after_a_crowd_callers_are_gathered_for_a_while() -> None:
     store = Store()
     batch = store.batcher()
     assert await batch.many([1, 2]) == [2, 4]
-    for op in range(CROWD):
+    for op in range(CALM_BATCHES):
         assert await batch(op) == 2 * op
-    assert [how for how, _ in store.log] == ["commit"] * (1 + CROWD)
+    assert [how for how, _ in store.log] == ["commit"] * (1 + CALM_BATCHES)
     assert await batch(9) == 18
     assert store.log[-1] == ("at once", [9])
 

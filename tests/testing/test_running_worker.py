@@ -16,6 +16,12 @@ from dreamlake.lakeshore.testing.running import WorkerOptions
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(autouse=True)
+def fresh_bodies() -> None:
+    """What an earlier test's bodies have recorded is not this one's."""
+    bodies.forget()
+
+
 async def test_it_works_and_stops(queue: dls.Queue) -> None:
     async with running_worker(queue, concurrency=3):
         assert await queue.call(dls.thunk(bodies.double, 2)) == 4

@@ -8,13 +8,14 @@ from .operations import Append, Cancel, Finish, Operation, Reap, Requeue, Restor
 from .records import TERMINAL, Outcome, Page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
 __all__ = ["Cursor", "Kind", "News", "news_of"]
 
 
 class Cursor(NamedTuple):
-    """A place in a journal, and how much of what comes after it is wanted at once: frames and bytes at most."""
+    """A place in a journal: the id of the invocation, the seq of the last frame that the reader has, and how many frames
+    and bytes it takes at most."""
 
     id: str
     since: int
@@ -26,7 +27,9 @@ Kind: TypeAlias = Literal["queue", "id", "journal", "claims"]
 
 
 class News(NamedTuple):
-    """A hint that something changed: of which kind, under which name (None: any), maybe with the very thing.
+    """A hint that something changed: of which kind, under which name (None: any), perhaps with what it is.
+
+    A tuple and no dataclass: one is made for every operation that somebody waits for.
 
     outcome: how the invocation ended, or that it is unknown. page: what a journal has after a cursor.
     """
@@ -37,39 +40,35 @@ class News(NamedTuple):
     page: tuple[Cursor, Page] | None = None
 
 
-def news_of(op: Operation, answer: Any) -> Iterable[News]:
-    """What `answer` to `op` means to those who wait in this process, without a read."""
+def news_of(op: Operation, answer: Any) -> Sequence[News]:
+    """What the `answer` to `op` means to those that wait in this process; nothing is read for it."""
     match op:
         case Submit():
-            yield News("queue", op.queue)
-        case Restore() if not op.more:
-            yield from _row_news(op.id, op.queue, op.state)
+            return [News("queue", op.queue)]
         case Finish():
             id = op.fence.id
-            yield News("id", id, Outcome(id, op.state, op.result, op.error) if answer else None)
-            yield News("journal", id)
+            outcome = Outcome(id, op.state, op.result, op.error) if answer else None
+            return [News("id", id, outcome), News("journal", id)]
         case Append():
-            yield News("journal", op.fence.id)
+            return [News("journal", op.fence.id)]
         case Requeue():
-            yield from _row_news(op.fence.id, answer.queue if not answer.delayed else None, answer.state)
-            yield News("claims", op.fence.worker)  # somebody else may have given it back
+            queue = None if answer.delayed else answer.queue
+            # The worker too: another one may have requeued its claim.
+            return [*_news_of_row(op.fence.id, queue, answer.state), News("claims", op.fence.worker)]
         case Cancel():
             if answer.what == "asked":
-                yield News("claims", answer.worker)
-            elif answer.what == "killed":
-                yield from _row_news(op.id, None, "killed")
+                return [News("claims", answer.worker)]
+            return _news_of_row(op.id, None, "killed") if answer.what == "killed" else []
         case Reap():
-            for id, queue, state in answer.rows:
-                yield from _row_news(id, queue, state)
-            for queue in answer.due:
-                yield News("queue", queue)
+            news = [news for id, queue, state in answer.rows for news in _news_of_row(id, queue, state)]
+            return [*news, *(News("queue", queue) for queue in answer.due)]
+        case Restore() if not op.more:
+            return _news_of_row(op.id, op.queue, op.state)
         case _:
-            pass
+            return []
 
 
-def _row_news(id: str, queue: str | None, state: str) -> Iterable[News]:
+def _news_of_row(id: str, queue: str | None, state: str) -> list[News]:
     if state in TERMINAL:
-        yield News("id", id)
-        yield News("journal", id)
-    elif queue is not None:
-        yield News("queue", queue)
+        return [News("id", id), News("journal", id)]
+    return [] if queue is None else [News("queue", queue)]
