@@ -40,7 +40,7 @@ from dreamlake.lakeshore.concurrency.portal import portal
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Claim, Fence, Finish, Submit
 from dreamlake.lakeshore.planes.contract.records import RowFilter
-from dreamlake.lakeshore.planes.http import long_polls as watch
+from dreamlake.lakeshore.planes.http import long_polls
 from dreamlake.lakeshore.planes.http.store import HttpStore
 from dreamlake.lakeshore.planes.outage import Outage
 from dreamlake.lakeshore.planes.protocol.errors import TooLarge
@@ -95,7 +95,9 @@ async def finish_all(plane: dls.Dispatch, queue: str, count: int, each: int) -> 
 
 def polls_of(plane: dls.HttpDispatch) -> list[set[Any]]:
     """What stands in each poll for waits."""
-    found = [one for one in gc.get_objects() if type(one) is watch.Watch and one._ask.__self__._plane is plane]  # type: ignore[attr-defined]
+    found = [
+        one for one in gc.get_objects() if type(one) is long_polls.LongPolls and one._send.__self__._plane is plane
+    ]  # type: ignore[attr-defined]
     return [keys for one in found for keys in one._keys.values()]
 
 
@@ -171,8 +173,8 @@ async def test_the_last_of_many_waits_is_served_at_once(remote: dls.HttpDispatch
 
 
 async def test_more_waits_than_a_poll_may_hold_stand_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MAX_ITEMS_PER_REQUEST", 100)
-    monkeypatch.setattr(watch, "FEW", 8)
+    monkeypatch.setattr(long_polls, "MAX_ITEMS_PER_REQUEST", 100)
+    monkeypatch.setattr(long_polls, "MIN_RECENT_WAITS", 8)
     async with served_fresh() as plane:
         ids = await plane.many([Submit(new_id(), "q", b"x") for _ in range(450)])
         ended: list[str] = []

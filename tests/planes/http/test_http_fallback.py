@@ -22,7 +22,7 @@ import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Claim, Fence
 from dreamlake.lakeshore.planes.contract.records import RowFilter
-from dreamlake.lakeshore.planes.http import older_server as plain
+from dreamlake.lakeshore.planes.http import older_server
 from dreamlake.lakeshore.testing import running_worker
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ async def test_a_look_at_a_journal_that_has_ended_waits_for_its_end(
     async with working(queue):
         id = await queue.submit(dls.thunk(bodies.count, 3))
         await queue.result(id)
-    monkeypatch.setattr(plain, "LOOK_S", 0.0)
+    monkeypatch.setattr(older_server, "READ_TIMEOUT", 0.0)
     page = await plane.page(id)
     assert ([seq for seq, _ in page.frames], page.closed) == ([0, 1, 2, 3], True)
 

@@ -17,7 +17,7 @@ from http_kit import requests_of, scripted
 import dreamlake.lakeshore as dls
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Claim, Fence, Finish, Submit
-from dreamlake.lakeshore.planes.http import older_server as plain
+from dreamlake.lakeshore.planes.http import older_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -111,7 +111,7 @@ async def test_a_404_of_the_server_s_own_takes_it_away() -> None:
 
 
 async def test_a_missing_route_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "FORGET_S", 0.2)
+    monkeypatch.setattr(older_server, "RECHECK_INTERVAL", 0.2)
     answers = iter([HTML])
     with scripted(lambda seen: next(answers, None) or submitted(seen)) as server:
         async with dls.HttpDispatch(server.url) as plane:
@@ -124,7 +124,7 @@ async def test_a_missing_route_is_tried_again_after_a_while(monkeypatch: pytest.
 
 
 async def test_waits_go_back_to_the_common_poll_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "FORGET_S", 0.2)
+    monkeypatch.setattr(older_server, "RECHECK_INTERVAL", 0.2)
     back = threading.Event()
 
     def script(seen: Seen) -> Answer:
@@ -147,7 +147,7 @@ async def test_a_look_at_a_journal_waits_for_a_server_that_is_slow_to_begin() ->
     def script(seen: Seen) -> Answer:
         if seen.method == "POST":
             return good({"state": "pending"}) if seen.path.endswith("/await") else HTML
-        time.sleep(2 * plain.LOOK_S)
+        time.sleep(2 * older_server.READ_TIMEOUT)
         return 200, {"content-type": "application/x-msgpack-stream"}, frame
 
     with scripted(script) as server:
