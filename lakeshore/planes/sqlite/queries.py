@@ -246,6 +246,13 @@ SELECT i.id, i.state, o.result, o.result_ref, o.error FROM json_each(?) wanted
 CROSS JOIN invocation i ON i.ns = ? AND i.id = wanted.value LEFT JOIN outcome o ON o.n = i.outcome
 """
 
+# Whether one of these invocations has a result that is larger than that: SQLite finds out without reading the result.
+# Index: invocation_id, rowid.
+ANY_LARGE_RESULT = """
+SELECT 1 FROM json_each(?) wanted CROSS JOIN invocation i ON i.ns = ? AND i.id = wanted.value
+CROSS JOIN outcome o ON o.n = i.outcome WHERE o.result_ref IS NOT NULL OR length(o.result) > ? LIMIT 1
+"""
+
 # How a journal and its row stand. Index: invocation_id, rowid.
 JOURNAL_STATE = """
 SELECT i.seq, i.state, i.closed, o.error FROM invocation i LEFT JOIN outcome o ON o.n = i.outcome

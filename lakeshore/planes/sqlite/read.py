@@ -31,6 +31,7 @@ __all__ = [
     "page",
     "rows",
     "skip_events",
+    "small_outcomes",
 ]
 
 SMALL_RESULT_BYTES = 4096
@@ -82,6 +83,13 @@ def outcomes(db: sqlite3.Connection, ns: str, ids: Sequence[str]) -> list[Outcom
             result = read_blob(db, ref)
         found[id] = Outcome(id, state, result, read_failure(error))
     return [found.get(id) or Outcome(id, "unknown") for id in ids]
+
+
+def small_outcomes(db: sqlite3.Connection, ns: str, ids: Sequence[str]) -> list[Outcome] | None:
+    """How each of `ids` stands, in order; None if one of the results is not small."""
+    if db.execute(queries.ANY_LARGE_RESULT, (json.dumps(ids), ns, SMALL_RESULT_BYTES)).fetchone() is not None:
+        return None
+    return outcomes(db, ns, ids)
 
 
 def page(db: sqlite3.Connection, ns: str, id: str, since: int, limit: int, max_bytes: int) -> Page:

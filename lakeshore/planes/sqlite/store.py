@@ -256,6 +256,10 @@ class SqliteStore:
         return await self._connection.call(fn) if found is None else found
 
     async def outcomes(self, ids: Sequence[str]) -> list[Outcome]:
+        if len(ids) <= MAX_INLINE_OPERATIONS:
+            found = self.read_at_once(lambda db: read.small_outcomes(db, self._ns, ids))
+            if found is not None:
+                return found
         return await self._connection.call(lambda db: read.outcomes(db, self._ns, ids))
 
     async def page(self, id: str, since: int, limit: int, max_bytes: int) -> Page:
