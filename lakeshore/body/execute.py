@@ -1,10 +1,11 @@
-"""One invocation, wherever it runs: envelope bytes in, what came of it out, yielded values through `sink` on the way.
+"""Execute one invocation, in a worker or in a child process: Envelope bytes in, a `BodyOutcome` out; the values that a
+generator yields go to a `ValueSink` meanwhile.
 
-Whatever goes wrong inside, from bytes that are no envelope to a body that calls `sys.exit`, is what came of it. Only
-cancellation is raised: whether it was meant for this body, or is the body's own doing, its caller knows.
+Whatever goes wrong, from bytes that are no Envelope to a body that calls `sys.exit`, becomes the outcome. Only cancellation
+is raised: the caller knows whether it was meant for this body, or is the body's own doing.
 
-Exceptions are the body's objects, and may lie about their class, their members and their text: they are looked at from
-outside only, by the methods of the builtin classes.
+Exceptions are the body's objects, and may lie about their class, their members and their text. They are examined with the
+methods of the builtin classes only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import traceback
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import anyio.from_thread
@@ -49,23 +50,28 @@ __all__ = [
     "leaf_exceptions",
 ]
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TEXT_LIMIT = 64 * 1024
+_THIS_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_MAX_TEXT_LENGTH = 64 * 1024
+"""Characters of an error's message, and of its traceback."""
 _members = BaseExceptionGroup.__dict__["exceptions"].__get__
 _class_name = type.__dict__["__name__"].__get__
 
 
-class BodyOutcome(NamedTuple):
-    """What came of a body. `final`: no retry can help."""
+@dataclass(frozen=True, slots=True)
+class BodyOutcome:
+    """How a body ended."""
 
     state: str
+    """succeeded, failed, killed or timeout; an executor may add states that only its worker knows."""
     result: bytes | None = None
+    """The packed value of a body that succeeded."""
     error: Failure | None = None
     final: bool = False
+    """No retry can help."""
 
 
 class Backpressure(Enum):
-    """What a body has to do after it gave a value: go on, let the event loop run once, or wait for room."""
+    """What a body must do after it has yielded a value: nothing, let the event loop run once, or wait for room."""
 
     NONE = "none"
     CHECKPOINT = "checkpoint"
@@ -73,12 +79,12 @@ class Backpressure(Enum):
 
 
 class ValueSink(Protocol):
-    """Where the values of a generator body go, and what passes between the body's runner and who asked for it."""
+    """Takes the values of a generator body, and holds what its worker must know about the body."""
 
     function: str
-    """Set here: the qualified name of the function, for people."""
+    """`execute` sets it: the qualified name of the function, for people."""
     in_thread: bool
-    """Set here when the body runs in a thread, which cannot be stopped from outside."""
+    """`execute` sets it when the body runs in a thread, which cannot be stopped from outside."""
 
     def begin(self) -> None:
         """Called once before a generator body starts."""
@@ -95,22 +101,23 @@ class ValueSink(Protocol):
 
 @dataclass(frozen=True)
 class BodySettings:
-    """Where bodies run, and what may run there.
-
-    root: the absolute folder of the keys. allow_pickled: whether functions may be unpickled. runtime_policy: see
-    `functions.resolve.check_runtime`. registry: qualified name -> function, asked before anything is imported.
-    allow_modules: modules that refs may name besides the user's own.
-    """
+    """Where bodies run, and what may run there."""
 
     root: Path
+    """The folder of all keys, absolute."""
     allow_pickled: bool
+    """Whether functions may be unpickled."""
     runtime_policy: str = "minor"
+    """See `functions.runtime.check_runtime`."""
     registry: Mapping[str, Callable[..., Any]] | None = None
+    """Maps qualified names to functions. It is asked before anything is imported."""
     allow_modules: tuple[str, ...] = ()
+    """Modules that references may name besides the user's own."""
 
 
-class _Body(NamedTuple):
-    call: BodyContext
+@dataclass(frozen=True, slots=True)
+class _Body:
+    context: BodyContext
     fn: Callable[..., Any]
     kind: BodyKind
     args: list[Any]
@@ -121,7 +128,7 @@ class _Body(NamedTuple):
         return str(getattr(self.fn, "__qualname__", "?"))
 
     def run(self) -> Any:
-        return run_body(self.call, self.fn, self.kind, self.args, self.kwargs)
+        return run_body(self.context, self.fn, self.kind, self.args, self.kwargs)
 
 
 async def execute(
@@ -135,11 +142,19 @@ async def execute(
     prefix: str = "",
     payload: str = "",
 ) -> BodyOutcome:
-    """Run the invocation `id` from its envelope; `def` and generator bodies in a thread under the limiter `threads`.
+    """Execute an invocation on this event loop; `def` bodies and generators run in a thread.
 
-    prefix: used when the envelope has none. payload: a word more for bytes that are no envelope.
+    Cancellation: an async body is cancelled. A thread cannot be: it runs on until it ends, and its outcome is dropped.
 
-    Cancellation: an `async` body is cancelled; a thread is left to itself, and goes on until it ends.
+    Args:
+        body: The bytes of the Envelope.
+        settings: Where the body runs, and what may run there.
+        sink: Where its values go.
+        id: The invocation's id.
+        attempt: Counts from 1.
+        threads: Limits the threads.
+        prefix: The prefix of its keys, when the Envelope has none.
+        payload: Words to add to the error when the bytes are no Envelope.
     """
     try:
         envelope = _read(body, id, payload)
@@ -149,7 +164,7 @@ async def execute(
         prepare = partial(_prepare, envelope, settings, id, attempt, prefix)
         if envelope.fn.get("kind") == "ref" and settings.registry is None and _loaded(envelope.fn.get("module")):
             ready = prepare()
-        else:  # an import or an unpickling may take its time
+        else:  # an import or an unpickling may take long
             ready = await anyio.to_thread.run_sync(prepare, abandon_on_cancel=True, limiter=threads)
         if isinstance(ready, BodyOutcome):
             return ready
@@ -162,7 +177,7 @@ async def execute(
         sink.in_thread = True
         run = partial(_run_gen, ready, sink) if ready.kind == "gen" else partial(_run_def, ready)
         return await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=threads)
-    except Exception as exc:  # of ours: it must not end the worker, which has other invocations to run
+    except Exception as exc:  # of this package: it must not end the worker, which has other invocations to run
         return failed_permanently(exc)
 
 
@@ -176,9 +191,18 @@ def execute_blocking(
     prefix: str,
     loop: Callable[[Callable[[], Awaitable[BodyOutcome]]], BodyOutcome],
 ) -> BodyOutcome:
-    """The same in a process that has nothing else to do: bodies run in this thread, async ones by `loop`.
+    """Execute an invocation in a process that does nothing else: bodies run in this thread.
 
-    id: None for the Envelope's own. An exception for this thread, such as a signal handler raises, is the body's.
+    An exception that is raised in this thread from outside, as a signal handler does, counts as the body's.
+
+    Args:
+        body: The bytes of the Envelope.
+        settings: Where the body runs, and what may run there.
+        sink: Where its values go.
+        id: The invocation's id; None: that of the Envelope.
+        attempt: Counts from 1.
+        prefix: The prefix of its keys, when the Envelope has none.
+        loop: Runs a coroutine function on a new event loop.
     """
     try:
         envelope = _read(body, id or "?", "")
@@ -195,7 +219,7 @@ def execute_blocking(
         if ready.kind == "gen":
             return _run_gen(ready, sink)
         return loop(partial(_run_async, ready) if ready.kind == "async" else partial(_run_asyncgen, ready, sink))
-    except Exception as exc:  # of ours
+    except Exception as exc:  # of this package
         return failed_permanently(exc)
 
 
@@ -216,7 +240,7 @@ def _read(body: bytes, id: str, payload: str) -> Envelope | BodyOutcome:
 
 
 def _loaded(module: object) -> bool:
-    """Whether a module is there, and not only begun by an import in another thread, for which the loop would wait."""
+    """Whether a module is imported completely: the event loop would wait for an import that runs in another thread."""
     found = sys.modules.get(module) if isinstance(module, str) else None
     return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
 
@@ -233,8 +257,8 @@ def _prepare(envelope: Envelope, settings: BodySettings, id: str, attempt: int, 
         )
         fn = target.__wrapped__ if is_udf(target) else target
         args, kwargs = envelope.arguments()
-        call = invocation_context(settings.root, envelope.prefix or prefix, id, attempt)
-        return _Body(call, fn, body_kind(fn), args, kwargs)
+        context = invocation_context(settings.root, envelope.prefix or prefix, id, attempt)
+        return _Body(context, fn, body_kind(fn), args, kwargs)
     except BaseException as exc:  # codecs and modules are the user's, and may raise anything
         return failed_permanently(exc)
 
@@ -255,14 +279,14 @@ async def _run_async(body: _Body) -> BodyOutcome:
 
 
 def _run_gen(body: _Body, sink: ValueSink) -> BodyOutcome:
-    """In a thread: values go straight into the writer; the thread crosses to the loop only to wait for room."""
+    """Run a generator in a thread: values go directly to the sink, and the thread calls the loop only to wait for room."""
     manifest = Manifest()
     try:
         items = body.run()
         try:
             for item in items:
                 manifest.add(item)
-                if _give(body, sink, item) is Backpressure.WAIT:
+                if _add_value(body, sink, item) is Backpressure.WAIT:
                     anyio.from_thread.run(sink.room)
         finally:
             items.close()
@@ -278,7 +302,7 @@ async def _run_asyncgen(body: _Body, sink: ValueSink) -> BodyOutcome:
         try:
             async for item in items:
                 manifest.add(item)
-                if _give(body, sink, item) is not Backpressure.NONE:
+                if _add_value(body, sink, item) is not Backpressure.NONE:
                     await sink.room()
         finally:
             await items.aclose()
@@ -288,7 +312,7 @@ async def _run_asyncgen(body: _Body, sink: ValueSink) -> BodyOutcome:
         return failed(exc)
 
 
-def _give(body: _Body, sink: ValueSink, item: Any) -> Backpressure:
+def _add_value(body: _Body, sink: ValueSink, item: Any) -> Backpressure:
     try:
         return sink.add(item)
     except EncodeError as exc:
@@ -296,25 +320,26 @@ def _give(body: _Body, sink: ValueSink, item: Any) -> Backpressure:
 
 
 def _raise_cancellation(exc: BaseException) -> None:
-    """A cancellation, and nothing else, is for the caller to judge; task groups may have wrapped it."""
+    """Raise `exc` on when it is a cancellation and nothing else; task groups may have wrapped it."""
     kind = anyio.get_cancelled_exc_class()
-    inside = list(leaf_exceptions(exc))
-    if all(issubclass(type(leaf), kind) for leaf in inside):
-        raise inside[0]
+    found = list(leaf_exceptions(exc))
+    if all(issubclass(type(leaf), kind) for leaf in found):
+        raise found[0]
 
 
 def leaf_exceptions(exc: BaseException) -> Iterator[BaseException]:
-    """The exceptions in the groups that task groups wrap around them, each once; of a plain exception, itself."""
-    waiting, seen = [exc], set[int]()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:  # groups that share members have more paths than anybody could walk
+    """Yield the exceptions inside an exception group, at any depth, each once; of another exception, itself."""
+    pending = [exc]
+    seen: set[int] = set()
+    while pending:
+        found = pending.pop()
+        if id(found) in seen:  # the paths through groups that share members can be too many to walk
             continue
-        seen.add(id(one))
-        if issubclass(type(one), BaseExceptionGroup):
-            waiting.extend(reversed(_members(one)))
+        seen.add(id(found))
+        if issubclass(type(found), BaseExceptionGroup):
+            pending.extend(reversed(_members(found)))
         else:
-            yield one
+            yield found
 
 
 def _succeeded(body: _Body, value: Any) -> BodyOutcome:
@@ -326,17 +351,17 @@ def _succeeded(body: _Body, value: Any) -> BodyOutcome:
 
 def failed(exc: BaseException) -> BodyOutcome:
     """The outcome of a body that raised."""
-    final = issubclass(type(exc), EncodeError)  # another attempt would meet the same
+    final = issubclass(type(exc), EncodeError)  # another attempt would raise the same
     return BodyOutcome("failed", None, describe_exception(exc), final)
 
 
 def failed_permanently(exc: BaseException) -> BodyOutcome:
-    """The outcome of an invocation that no further attempt could help."""
+    """The outcome of an invocation that must not be retried: another attempt would fail in the same way."""
     return BodyOutcome("failed", None, describe_exception(exc), True)
 
 
 def describe_exception(exc: BaseException) -> Failure:
-    """An exception as text that always can be sent: its class, its words, and the traceback with notes and causes."""
+    """Describe an exception as text that can always be sent: its class, its message, and the traceback with its causes."""
     try:
         name = _clean(_class_name(type(exc)))
         try:
@@ -344,7 +369,8 @@ def describe_exception(exc: BaseException) -> Failure:
         except BaseException as broken:
             message = f"<the text of this {name} could not be made: {_class_name(type(broken))}>"
         try:
-            shown = _clean("".join(traceback.TracebackException(type(exc), exc, _own(exc), compact=True).format()))
+            formatted = traceback.TracebackException(type(exc), exc, _traceback_of_body(exc), compact=True).format()
+            shown = _clean("".join(formatted))
         except BaseException as broken:
             shown = f"<the traceback could not be made: {_class_name(type(broken))}>"
         return Failure(name, message, shown)
@@ -352,17 +378,17 @@ def describe_exception(exc: BaseException) -> Failure:
         return Failure("Error", "<nothing could be said about what was raised>")
 
 
-def _own(exc: BaseException) -> Any:
-    """The traceback from the body's first frame on, without the package's own; all of it when that leaves nothing."""
+def _traceback_of_body(exc: BaseException) -> Any:
+    """The traceback from the body's first frame on, without frames of this package; all of it when none would be left."""
     tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_HERE):
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_THIS_FOLDER):
         tb = tb.tb_next
     return tb or exc.__traceback__
 
 
 def _clean(text: str) -> str:
     text = str.__str__(text)  # a plain copy of a subclass, whose methods are not ours
-    if len(text) > _TEXT_LIMIT:
-        half = _TEXT_LIMIT // 2
-        text = f"{text[:half]}\n... {len(text) - _TEXT_LIMIT} characters left out ...\n{text[-half:]}"
+    if len(text) > _MAX_TEXT_LENGTH:
+        half = _MAX_TEXT_LENGTH // 2
+        text = f"{text[:half]}\n... {len(text) - _MAX_TEXT_LENGTH} characters left out ...\n{text[-half:]}"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,14 +1,14 @@
-"""The source text of a function as this process has loaded it, which need not be what its file says by now.
+"""Find the source text of a function as this process has loaded it. Its file may have changed since.
 
-A producer and a worker compare hashes of this text, so that neither runs code the other does not mean. Python does not
-keep the text that a module was made from; these rules find it:
+A client and a worker compare hashes of this text, so that a worker never runs other code than the client means. Python does
+not keep the text that a module was made from. These rules find it:
 
-- a file is read when one of its functions is first seen (for UDFs that is their decoration, so during the import), and
-  what was read then counts for the functions seen in it, whatever becomes of the file;
-- a file that has not changed since this process began can only hold the text that was loaded;
-- in every other case the text is compiled, and the function's code must come out of it, at its line.
+- A file is read when one of its functions is first seen; for UDFs that is at their decoration, during the import. That text
+  counts for the functions seen in it, whatever happens to the file later.
+- A file that has not changed since this process started can only hold the text that was loaded.
+- In every other case the text is compiled, and must produce the function's code at the function's line.
 
-What the text cannot show is not covered: helpers, module constants and the values behind names.
+Helpers, module constants and the values behind names are not part of the text, and not compared.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ __all__ = ["Source", "loaded_source", "note_source", "source_hash"]
 
 
 class Source(NamedTuple):
-    """The dedented text of a function, decorators included, and its hash: `sha256:` and 16 hex digits.
-
-    Both are None when there is no source. `edited`: there is one, but it is not what this process has loaded.
-    """
+    """The source of a function, as far as it is known."""
 
     text: str | None = None
+    """Dedented, decorators included; None when there is no source."""
     hash: str | None = None
+    """`sha256:` and 16 hex digits; None when there is no source."""
     edited: bool = False
+    """There is a source, but it is not what this process has loaded."""
 
 
 class _Snapshot(NamedTuple):
-    settled: bool  # unchanged since this process began
+    unchanged: bool
+    """The file has not changed since this process started."""
     text: str
 
 
-_NOTHING = Source()
-_BEGAN_NS = time.time_ns() - 2_000_000_000  # file systems round their times, some to two seconds
-_KEPT = 16  # texts of one file, for a notebook that reloads a module again and again
+_NO_SOURCE = Source()
+_START_NS = time.time_ns() - 2_000_000_000  # file systems round their times, some to two seconds
+_MAX_TEXTS = 16
+"""Texts that are kept of one file: a notebook may reload a module again and again."""
 _FUTURES: int = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 _snapshots: dict[str, dict[tuple[int, ...] | None, _Snapshot]] = {}  # by file name and stamp
 _noted: WeakKeyDictionary[FunctionType, _Snapshot] = WeakKeyDictionary()
@@ -60,51 +62,51 @@ _found: WeakKeyDictionary[FunctionType, Source] = WeakKeyDictionary()
 
 
 def source_hash(fn: Callable[..., Any]) -> str | None:
-    """The hash of the source that this process has loaded for `fn`; None when it cannot be told."""
+    """Return the hash of the source that this process has loaded for `fn`; None when it is not known."""
     return loaded_source(fn).hash
 
 
 def note_source(fn: Callable[..., Any]) -> None:
-    """Keep the text of the file that `fn` stands in as it is now; for decorators, which run while it is imported."""
+    """Keep the text of the file of `fn` as it is now. Decorators call it, since they run while the file is imported."""
     function = _function(fn)
     if function is not None and function not in _noted:
-        snapshots = _look(function)
+        snapshots = _snapshots_of(function)
         if snapshots:
             _noted[function] = snapshots[-1]
 
 
 def loaded_source(fn: Callable[..., Any]) -> Source:
-    """The source of the function behind `fn` (a method, wrapper or UDF leads to it), as this process has loaded it."""
+    """Return the source of the function inside `fn` (a method, wrapper or UDF) as this process has loaded it."""
     function = _function(fn)
     if function is None:
-        return _NOTHING
+        return _NO_SOURCE
     source = _found.get(function)
     if source is None:
         source = _find(function)
-        if not source.edited:  # a file in the middle of being written may be whole again the next time
+        if not source.edited:  # a file that is being written now may be complete the next time
             _found[function] = source
     return source
 
 
 def _function(fn: Any) -> FunctionType | None:
     try:
-        one = inspect.unwrap(fn)
-        one = inspect.unwrap(getattr(one, "__func__", one))
+        inner = inspect.unwrap(fn)
+        inner = inspect.unwrap(getattr(inner, "__func__", inner))
     except ValueError:  # wrappers in a circle
         return None
-    return one if isinstance(one, FunctionType) else None
+    return inner if isinstance(inner, FunctionType) else None
 
 
 def _find(function: FunctionType) -> Source:
-    snapshots = _look(function)
+    snapshots = _snapshots_of(function)
     code = function.__code__
-    if len(snapshots) == 1 and snapshots[0].settled:
+    if len(snapshots) == 1 and snapshots[0].unchanged:
         return _source(snapshots[0], code)
     noted = _noted.get(function)
     for snapshot in snapshots if noted is None else [noted, *snapshots]:
         if code in _codes(snapshot.text, code.co_flags & _FUTURES):
             return _source(snapshot, code)
-    # A name such as "<string>" is that of any text: one which does not hold the code is another, not a newer one.
+    # Any text may have a file name such as "<string>": one that does not hold the code is another text, not a newer one.
     return Source(edited=bool(snapshots) and not code.co_filename.startswith("<"))
 
 
@@ -115,13 +117,13 @@ def _source(snapshot: _Snapshot, code: CodeType) -> Source:
     except (tokenize.TokenError, SyntaxError):
         block = []
     if not block:
-        return _NOTHING
+        return _NO_SOURCE
     text = textwrap.dedent("".join(block))
     return Source(text, f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}")
 
 
-def _look(function: FunctionType) -> list[_Snapshot]:
-    """All texts seen of the function's file, oldest first, the present one included."""
+def _snapshots_of(function: FunctionType) -> list[_Snapshot]:
+    """All texts that were read of the function's file, oldest first, the present one included."""
     name = function.__code__.co_filename
     seen = _snapshots.setdefault(name, {})
     before = _stamp(name)
@@ -129,15 +131,15 @@ def _look(function: FunctionType) -> list[_Snapshot]:
         text = _read(name, function.__globals__)
         stamp = _stamp(name)
         if text is not None:
-            settled = stamp is not None and stamp == before and max(stamp[:2]) < _BEGAN_NS
-            seen.setdefault(stamp, _Snapshot(settled, text))  # in one step: two threads may look at once
-            if len(seen) > _KEPT:
+            unchanged = stamp is not None and stamp == before and max(stamp[:2]) < _START_NS
+            seen.setdefault(stamp, _Snapshot(unchanged, text))  # in one step: two threads may do this at once
+            if len(seen) > _MAX_TEXTS:
                 seen.pop(next(iter(seen)), None)
     return list(seen.values())
 
 
 def _stamp(name: str) -> tuple[int, ...] | None:
-    """Something that changes whenever the file does; None where there is no file."""
+    """What changes whenever the file does; None where there is no file."""
     try:
         status = os.stat(name)
     except (OSError, ValueError):

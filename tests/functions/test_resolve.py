@@ -629,7 +629,7 @@ def hash_of(folder: Any, text: str, name: str) -> str:
 def test_R70_a_module_edited_after_its_import_never_runs_the_old_code_silently(
     folder: Any, monkeypatch: pytest.MonkeyPatch, old_file: bool
 ) -> None:
-    monkeypatch.setattr(source, "_BEGAN_NS", 2**63 if old_file else 0)
+    monkeypatch.setattr(source, "_START_NS", 2**63 if old_file else 0)
     name = folder.write(OLD)
     first = ref(name, "f", src_hash=hash_of(folder, OLD, "f"))
     assert resolve_fn(first, allow_pickled=False)() == "old"
@@ -644,7 +644,7 @@ def test_R70_a_module_edited_after_its_import_never_runs_the_old_code_silently(
 def test_R70_a_module_that_was_imported_and_edited_unseen_is_refused(
     folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "_BEGAN_NS", 0)
+    monkeypatch.setattr(source, "_START_NS", 0)
     module = folder.load(OLD)
     folder.write(NEW, module.__name__)
     new = ref(module.__name__, "f", src_hash=hash_of(folder, NEW, "f"))

@@ -54,7 +54,7 @@ def source_in(text: str, name: str) -> str:
 
 def after_start(monkeypatch: pytest.MonkeyPatch, *, old: bool) -> None:
     """Take all files for older, or for newer, than this process."""
-    monkeypatch.setattr(source, "_BEGAN_NS", 2**63 if old else 0)
+    monkeypatch.setattr(source, "_START_NS", 2**63 if old else 0)
 
 
 def test_the_hash_is_that_of_the_dedented_source_with_its_decorators() -> None:
