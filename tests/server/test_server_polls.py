@@ -711,7 +711,7 @@ async def test_a_server_judges_no_lease_before_it_has_served_for_its_length(tmp_
         store: Any = (await plane._engines.get()).store
         taker = Asked(app, POLL, poll_of("taker", lease_s=60.0))
         async with asking(taker):
-            await wait_until(lambda: store._ticks > 4, description="looks at what time has done")
+            await wait_until(lambda: store._due_checks > 4, description="checks for what has become due")
             assert await state_of(plane, "a") == ("running", 1, 0, 0)
             now += 11.0
         assert ids_of(await taker.fields()) == [("a", 2)]

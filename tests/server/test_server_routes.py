@@ -815,7 +815,7 @@ async def test_health_and_readiness_are_open_to_everybody(here: dls.Dispatch, to
 
         for broken in (fail, hang):
             with monkeypatch.context() as patch:
-                patch.setattr(here, "look", broken)
+                patch.setattr(here, "current_outcomes", broken)
                 assert await both() == [(200, b"ok\n"), (503, b"not ready\n")]
         patient.drain()
         assert await both(with_time) == [(200, b"ok\n"), (503, b"not ready\n")]
