@@ -11,8 +11,12 @@ from helpers import wait_until
 from worker_kit import ended, goes_on
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.planes.contract.operations import Reap
+from dreamlake.lakeshore.body.execute import BodyOutcome
+from dreamlake.lakeshore.planes.contract.operations import Claimed, Reap
+from dreamlake.lakeshore.planes.contract.records import Failure
 from dreamlake.lakeshore.testing import running_worker
+from dreamlake.lakeshore.worker.retry import retry_delay
+from dreamlake.lakeshore.worker.settings import WorkerSettings
 
 pytestmark = pytest.mark.anyio
 
@@ -85,3 +89,36 @@ async def test_R86_failures_and_losses_are_counted_apart(queue: dls.Queue) -> No
         assert await queue.result(id, timeout=30) == 3
     row = await queue.get(id)
     assert (row.lost, row.failures, row.attempt) == (2, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("state", "failures", "lost", "final", "bounds"),
+    [
+        ("failed", 0, 0, False, (0.375, 0.625)),
+        ("failed", 1, 0, False, (0.75, 1.25)),
+        ("failed", 1, 4, False, (0.75, 1.25)),  # losses use up no retries
+        ("failed", 2, 0, False, None),
+        ("failed", 0, 0, True, None),
+        ("lost", 2, 0, False, (1.5, 2.5)),  # lost with its machine: `max_lost` counts, too
+        ("lost", 2, 2, False, None),
+    ],
+)
+def test_the_delay_before_a_retry(
+    state: str, failures: int, lost: int, final: bool, bounds: tuple[float, float] | None
+) -> None:
+    settings = WorkerSettings(concurrency=1, retries=2, timeout=None, lease=30.0, max_lost=5, grace=1.0)
+    claimed = Claimed("a", "q", b"", 1, failures, lost, 0, True, None, None, None)
+    delay = retry_delay(claimed, BodyOutcome(state, None, Failure("E", "m"), final), settings)
+    if bounds is None:
+        assert delay is None
+    else:
+        assert delay is not None
+        assert bounds[0] <= delay <= bounds[1]
+
+
+def test_the_delay_before_a_retry_has_a_limit() -> None:
+    settings = WorkerSettings(concurrency=1, retries=10_000, timeout=None, lease=30.0, max_lost=5, grace=1.0)
+    claimed = Claimed("a", "q", b"", 1, 5000, 0, 0, True, None, None, None)
+    delay = retry_delay(claimed, BodyOutcome("failed", None, Failure("E", "m")), settings)
+    assert delay is not None
+    assert 45.0 <= delay <= 75.0
