@@ -305,7 +305,7 @@ async def test_a_token_leads_to_its_namespace_with_and_without_one_in_the_path(
             answer = await client.post(f"/v1/namespaces/{other}/producer/submit", submit_of("c"))
             sentence = f"expected the namespace of the token, 'ours', got {other!r}"
             assert answer.error == (403, "NotAuthorized", sentence)
-        assert app.endpoint._others.keys() == {"ours"}
+        assert app.endpoint._other_planes.keys() == {"ours"}
     assert await here.rows(RowFilter()) == []
 
 
