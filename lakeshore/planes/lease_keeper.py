@@ -1,7 +1,7 @@
-"""Heartbeats: they keep a worker's claims, and bring word of those that are lost or to be cancelled.
+"""Heartbeats: they renew the leases of a worker's claims, and report the claims that are lost or to be cancelled.
 
-They run on the portal's loop, not on that of the bodies: a body that blocks its own loop is not taken for dead. One
-Beat, every third of a lease, renews all claims at once; in between the keeper waits for cancellations.
+They run on the portal's event loop and not on that of the bodies, so that a body that blocks its own loop does not cost the
+worker its claims. One Beat renews all claims at once, every third of a lease; in between the keeper waits for cancellations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import LakeshoreError, NotAuthorized
 from .auth_grace import AuthGrace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from anyio.abc import TaskGroup
 
@@ -29,64 +29,83 @@ __all__ = ["LeaseKeeper"]
 
 logger = logging.getLogger("dreamlake.lakeshore.worker")
 
-CANCEL_WAIT = 2.0
-"""Seconds that one wait for a cancellation lasts at most on a plane of this machine: in between the keeper sees whether it
-has claims at all. Elsewhere each wait is a request."""
+LOCAL_CANCEL_WAIT = 2.0
+"""Seconds of one wait for cancellations on a plane of this machine. Between two waits the keeper checks whether there are
+claims to keep. Elsewhere each wait is a request, and lasts until the next heartbeat."""
+MAX_RETRY_PAUSE = 1.0
+"""Seconds before a heartbeat that failed is repeated; a tenth of the lease where that is less."""
 
 
 class LeaseKeeper:
-    """Keeps the leases of one worker's claims. `told(claim, what)` is called on the loop that made the keeper."""
+    """Renews the leases of one worker's claims."""
 
     def __init__(
         self,
         plane: Plane,
         worker: str,
         lease: float,
-        told: Callable[[tuple[str, int], Literal["lost", "cancel"]], None],
+        on_event: Callable[[tuple[str, int], Literal["lost", "cancel"]], None],
     ) -> None:
-        self._plane, self._worker, self._lease, self._told = plane, worker, lease, told
+        """
+        Args:
+            plane: Where the claims were made.
+            worker: The name under which they were made.
+            lease: Seconds for which each heartbeat renews them.
+            on_event: Called with a claim, as (id, attempt), that is lost or to be cancelled; on the event loop on which the
+                keeper was made.
+        """
+        self._plane = plane
+        self._worker = worker
+        self._lease = lease
+        self._on_event = on_event
         self._home = loop_token()
         self._claims: set[tuple[str, int]] = set()
         self._cancelled: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
-        self._parked: anyio.Event | None = None
+        self._claim_added: anyio.Event | None = None  # while the keeper has no claims
         self._portal = portal()
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
-        self._refused, self._refusal = anyio.Event(), NotAuthorized("heartbeats are refused")
+        self._rejected = anyio.Event()
+        self._rejection = NotAuthorized("heartbeats are refused")
 
     def start(self, group: TaskGroup | None = None) -> None:
-        """Begin, on the portal's loop. In `group`, which is of the loop that made the keeper, NotAuthorized is raised when
-        the plane has refused heartbeats for a lease: all that was held has gone to others by then."""
+        """Begin, on the portal's loop.
+
+        Args:
+            group: A task group of the loop on which the keeper was made. NotAuthorized is raised in it when the plane has
+                rejected heartbeats for the length of a lease: the claims have gone to others by then.
+        """
         self._portal.start_task_soon(self._run)
         if group is not None:
-            group.start_soon(self._watch_refusals)
+            group.start_soon(self._raise_rejection)
 
-    async def _watch_refusals(self) -> None:
-        await self._refused.wait()
-        raise self._refusal
+    async def _raise_rejection(self) -> None:
+        await self._rejected.wait()
+        raise self._rejection
 
     def stop(self) -> None:
-        """Renew no more; from any thread."""
+        """Renew no more; may be called from any thread."""
         try:
             self._portal.start_task_soon(self._cancel)
         except RuntimeError:
-            pass  # the portal's loop has ended, and what ran there with it
+            pass  # the portal's loop has ended, and the heartbeats with it
 
     async def ended(self) -> None:
-        """Wait, after `start` and `stop`, until the plane is left alone: it may be closed then."""
+        """Wait, after `start` and `stop`, until the keeper no longer uses the plane, which may then be closed."""
         await self._ended.wait()
 
     def add(self, id: str, attempt: int) -> None:
-        """Keep a claim from now on."""
+        """Renew a claim from now on."""
         with self._lock:
             self._claims.add((id, attempt))
-            parked, self._parked = self._parked, None
-        if parked is not None:
-            self._portal.start_task_soon(_set, parked)
+            claim_added = self._claim_added
+            self._claim_added = None
+        if claim_added is not None:
+            self._portal.start_task_soon(_set, claim_added)
 
     def discard(self, id: str, attempt: int) -> None:
-        """Keep a claim no more."""
+        """Renew a claim no more."""
         with self._lock:
             self._claims.discard((id, attempt))
             self._cancelled.discard((id, attempt))
@@ -103,64 +122,69 @@ class LeaseKeeper:
             self._scope.cancel()
 
     async def _keep(self) -> None:
-        beaten, refusals = anyio.current_time(), AuthGrace(self._lease)
+        renewed_at = anyio.current_time()
+        grace = AuthGrace(self._lease)
+        interval = self._lease / 3
+        retry_pause = min(MAX_RETRY_PAUSE, self._lease / 10)
         while True:
-            if await self._park():
-                beaten = anyio.current_time()  # the claims that woke it are fresh
-                refusals.end()  # and so is who gave them
+            if await self._wait_for_claim():
+                renewed_at = anyio.current_time()  # the claims are new
+                grace.reset()  # and the plane that gave them accepts our credentials
             try:
-                wait = min(
-                    beaten + self._lease / 3 - anyio.current_time(), CANCEL_WAIT if self._plane.local else self._lease
-                )
+                left = renewed_at + interval - anyio.current_time()
+                wait = min(left, LOCAL_CANCEL_WAIT) if self._plane.local else min(left, self._lease)
                 if wait > 0:
-                    self._tell(await self._plane.next_cancels(self._worker, wait, self._cancelled), "cancel")
-                if (now := anyio.current_time()) >= beaten + self._lease / 3:
+                    self._report(await self._plane.next_cancels(self._worker, wait, self._cancelled), "cancel")
+                now = anyio.current_time()
+                if now >= renewed_at + interval:
                     await self._beat()
-                    beaten = now  # one that failed is made again soon, for the lease runs on
-                refusals.end()
+                    renewed_at = now  # not after a failure, so that it is repeated soon
+                grace.reset()
+                continue
             except NotAuthorized as exc:
-                if refusals.since == math.inf:
+                if grace.since == math.inf:
                     logger.warning("the plane refuses the heartbeats of worker %s: %s", self._worker, exc)
-                if refusals.lasted(exc):
-                    self._refusal = exc
-                    run_sync_soon(self._home, self._refused.set)
-                await anyio.sleep(min(1.0, self._lease / 10))
+                if grace.exceeded(exc):
+                    self._rejection = exc
+                    run_sync_soon(self._home, self._rejected.set)
             except LakeshoreError as exc:
-                refusals.end()
+                grace.reset()
                 logger.warning("the plane does not answer heartbeats of worker %s: %s", self._worker, exc)
-                await anyio.sleep(min(1.0, self._lease / 10))
-            except Exception:  # whatever it is, without heartbeats every claim would go
+            except Exception:  # without heartbeats every claim would be lost, so that none may end the keeper
                 logger.exception("a heartbeat of worker %s failed", self._worker)
-                await anyio.sleep(min(1.0, self._lease / 10))
+            await anyio.sleep(retry_pause)
 
-    async def _park(self) -> bool:
-        """With no claim to keep, sleep until one comes."""
+    async def _wait_for_claim(self) -> bool:
+        """Wait until there is a claim to keep. Returns False where there was one already."""
         with self._lock:
             if self._claims:
                 return False
-            parked = self._parked = anyio.Event()
-        await parked.wait()
+            claim_added = self._claim_added = anyio.Event()
+        await claim_added.wait()
         return True
 
     async def _beat(self) -> None:
         with self._lock:
             claims = tuple(self._claims)
-        if not run_sync_soon(self._home, _nothing):  # the loop of the bodies is gone: others may have what it held
+        if not run_sync_soon(self._home, _nothing):  # the bodies' event loop has ended: others may have its claims
             with self._lock:
                 self._claims.clear()
             return
         if claims:
-            lost, cancel = await self._plane.beat(self._worker, claims, self._lease)
-            self._tell([claim for claim in cancel if claim not in self._cancelled], "cancel")
-            self._tell(lost, "lost")
+            beaten = await self._plane.beat(self._worker, claims, self._lease)
+            self._report([claim for claim in beaten.cancel if claim not in self._cancelled], "cancel")
+            self._report(beaten.lost, "lost")
 
-    def _tell(self, claims: list[tuple[str, int]], what: Literal["lost", "cancel"]) -> None:
+    def _report(self, claims: Collection[tuple[str, int]], event: Literal["lost", "cancel"]) -> None:
         for claim in claims:
             with self._lock:
                 if claim not in self._claims:
                     continue
-                (self._cancelled.add if what == "cancel" else self._claims.discard)(claim)
-            run_sync_soon(self._home, self._told, claim, what)
+                if event == "cancel":
+                    self._cancelled.add(claim)
+                else:
+                    self._claims.discard(claim)
+            run_sync_soon(self._home, self._on_event, claim, event)
 
 
 async def _set(event: anyio.Event) -> None:

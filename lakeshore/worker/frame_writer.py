@@ -158,7 +158,7 @@ class FrameWriter:
                     await self._plane.append(self._fence, self.flushed, frames)
                 except BaseException as exc:
                     self._put_back(frames)
-                    if not isinstance(exc, (PlaneUnavailable, NotAuthorized)) or self._auth_grace.lasted(exc):
+                    if not isinstance(exc, (PlaneUnavailable, NotAuthorized)) or self._auth_grace.exceeded(exc):
                         raise
                     logger.warning("frames of %s wait for the plane: %s", self._claimed.id, exc)
                     await self._backoff.pause()
@@ -166,7 +166,7 @@ class FrameWriter:
                     self.flushed += len(frames)
                     if self._backoff.failures:
                         self._backoff.reset()
-                        self._auth_grace.end()
+                        self._auth_grace.reset()
                     self._notify()
         except Exception as exc:  # any error ends this body only, not the worker
             if not isinstance(exc, LakeshoreError):

@@ -405,7 +405,7 @@ class _ClaimOutage:
         self._backoff = Backoff(FIRST_CLAIM_DELAY, MAX_CLAIM_DELAY, jitter=0.0)
 
     def repeats(self, exc: DispatchError) -> bool:
-        if self._repeats_all and not self._auth_grace.lasted(exc):
+        if self._repeats_all and not self._auth_grace.exceeded(exc):
             return True
         return isinstance(exc, PlaneUnavailable)
 

@@ -227,11 +227,11 @@ class _DeliveryRetry:
     def repeats(self, exc: Exception) -> bool:
         """Return whether the same outcome should be delivered again after `exc`."""
         if isinstance(exc, PlaneUnavailable):
-            self._auth_grace.end()
+            self._auth_grace.reset()
             logger.warning("the outcome of %s is kept until the plane is back: %s", self._id, exc)
             return True
         self._failures += 1
-        too_long = self._auth_grace.lasted(exc)
+        too_long = self._auth_grace.exceeded(exc)
         if not isinstance(exc, NotAuthorized):
             too_long = self._failures >= MAX_DELIVERY_FAILURES
         if too_long or self._local or isinstance(exc, TooLarge) or not isinstance(exc, DispatchError):
