@@ -270,7 +270,8 @@ class Decorator:
     """What `@dls.udf(queue="gpu")` returns: it takes the function."""
 
     def __init__(self, queue: str | None, transport: str) -> None:
-        self._queue, self._transport = queue, transport
+        self._queue = queue
+        self._transport = transport
 
     def __call__(self, fn: Callable[P, T], /) -> UDF[P, T]:
         return UDF(fn, self._queue, self._transport)
