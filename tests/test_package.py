@@ -34,7 +34,20 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "lakeshor
 # What tools leave behind; git ignores it.
 LEAVINGS = re.compile(r"__pycache__|build|dist|.*\.egg-info|\.(git|venv|hypothesis|.*_cache|coverage.*)")
 # Neither an import nor a local call may load one of these.
-HEAVY = ["msgpack", "httpx", "aiosqlite", "numpy", "cloudpickle", "anyio", "trio", "PIL", "torch", "click", "rich"]
+HEAVY = [
+    "msgpack",
+    "h11",
+    "httpx",
+    "aiosqlite",
+    "numpy",
+    "cloudpickle",
+    "anyio",
+    "trio",
+    "PIL",
+    "torch",
+    "click",
+    "rich",
+]
 
 
 def left_behind(entry: Path) -> bool:
