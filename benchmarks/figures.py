@@ -30,7 +30,7 @@ TARGETS: Targets = {
         "raw-submit-1": "",
         "raw-submit-100": "",
         "plane-submit": ">= 0.5",
-        "queue-submit": ">= 0.35",
+        "queue-submit": ">= 0.4",
         "submit-many": ">= 0.6",
     },
     "cycle": {
