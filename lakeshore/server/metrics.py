@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     from ..planes.plane import Plane
 
-__all__ = ["METRICS_TYPE", "MOST_QUEUES", "OTHER", "Metrics"]
+__all__ = ["MAX_QUEUES", "METRICS_TYPE", "OTHER", "Metrics"]
 
 METRICS_TYPE = CONTENT_TYPE_LATEST
 """The content type of what `render` gives."""
 
-MOST_QUEUES = 500
+MAX_QUEUES = 500
 """Queues that have lines of their own; the smaller ones beyond are one line, of the queue `OTHER`."""
 OTHER = "(other)"
-LONGEST = 100
+MAX_QUEUE_NAME_LENGTH = 100
 """Characters of a queue's name."""
 
 # Long polls are among the requests: they take up to five minutes.
@@ -115,4 +115,4 @@ def _labels(counts: Mapping[tuple[str, str], int], ages: Iterable[str]) -> dict[
     for (queue, _), count in counts.items():
         sizes[queue] = sizes.get(queue, 0) + count
     largest = sorted(sizes, key=lambda queue: (-sizes[queue], queue))
-    return dict.fromkeys(largest, OTHER) | {queue: queue[:LONGEST] for queue in largest[:MOST_QUEUES]}
+    return dict.fromkeys(largest, OTHER) | {queue: queue[:MAX_QUEUE_NAME_LENGTH] for queue in largest[:MAX_QUEUES]}

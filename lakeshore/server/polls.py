@@ -1,8 +1,8 @@
-"""Requests that are held open, and how they end each other.
+"""Requests that the server holds open, such as long polls, and what ends them.
 
-A held request has a turn. It is ended by a newer one of the same name, by a release, when its client has gone, and when
-the server ends; what a handler waits for inside `Turn.hold` then breaks off. Names are tuples; nothing is kept of a turn
-that is over, but the names of released polls for a minute: a poll may be overtaken by the release of it.
+A newer request of the same name ends a held one, and so does a release of its name, its client when it disconnects, and
+the end of the server. What the handler awaits in `HeldRequest.wait_for` is then cancelled. Names are tuples. Nothing is
+kept of a request that is answered, except the names of released polls: a poll may arrive later than its own release.
 """
 
 from __future__ import annotations
@@ -18,38 +18,47 @@ from ..errors import PlaneUnavailable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
 
-__all__ = ["Name", "Polls", "Renewals", "Turn"]
+__all__ = ["HeldRequest", "Name", "Polls", "Renewals"]
 
 T = TypeVar("T")
 Name: TypeAlias = tuple[str, ...]
 
-REMEMBERED_S = 60.0
-MOST_REMEMBERED = 20_000
-MOST_WORKERS = 20_000
+RELEASED_NAME_LIFETIME = 60.0
+"""Seconds for which a released name stays known."""
+MAX_RELEASED_NAMES = 20_000
+MAX_WORKERS = 20_000
+"""Workers whose last renewal is kept."""
 
 
-class Turn:
+class HeldRequest:
     """One held request.
 
-    ended: nothing more is to be waited for. dropped: and the answer is to be nothing, since it is another's by now.
+    older: the requests of the same name that this one has ended.
+    finished: is set when the request no longer counts as held.
+    ended: the handler must not wait any longer.
+    dropped: and it must answer with nothing, because another request now gets the answer.
     waited: some time may have passed since the request came.
     """
 
-    __slots__ = ("_scope", "dropped", "ended", "older", "over", "waited")
+    __slots__ = ("_scope", "dropped", "ended", "finished", "older", "waited")
 
-    def __init__(self, older: Sequence[Turn] = ()) -> None:
-        self.older, self.over = older, anyio.Event()
-        self.ended = self.dropped = self.waited = False
+    def __init__(self, older: Sequence[HeldRequest] = ()) -> None:
+        self.older = older
+        self.finished = anyio.Event()
+        self.ended = False
+        self.dropped = False
+        self.waited = False
         self._scope: anyio.CancelScope | None = None
 
     def end(self, *, drop: bool = False) -> None:
-        """Break off what the request waits for, now and later."""
-        self.ended, self.dropped = True, self.dropped or drop
+        """Cancel what the request waits for, now and later."""
+        self.ended = True
+        self.dropped = self.dropped or drop
         if self._scope is not None:
             self._scope.cancel()
 
-    async def hold(self, wait: Callable[[], Awaitable[T]]) -> T | None:
-        """What `wait` gives; None once the turn is ended."""
+    async def wait_for(self, wait: Callable[[], Awaitable[T]]) -> T | None:
+        """Await `wait` and return its result, or None once the request is ended."""
         if self.ended:
             return None
         self.waited = True
@@ -60,50 +69,56 @@ class Turn:
             self._scope = None
         return None
 
-    async def alone(self) -> bool:
-        """Wait until the older ones of this name are over; False when this one has been ended before that."""
+    async def wait_for_older(self) -> bool:
+        """Wait until the older requests of this name are finished; False if this one was ended first."""
         for older in self.older:
-            await self.hold(older.over.wait)
+            await self.wait_for(older.finished.wait)
         return not self.ended
 
 
-class _Line:
-    """Requests that wait for the same. The first of them waits for news, the others to be the first: one job wakes one,
-    and whoever leaves the first place, for whatever reason, wakes the next."""
+class _SharedWait:
+    """Requests that wait for the same thing. One of them, the leader, waits for news; the others wait to become leader.
+
+    So one new job wakes one request. A leader that ends, for whatever reason, makes the next request the leader.
+    """
 
     def __init__(self) -> None:
-        self.led, self._behind = False, dict[anyio.Event, None]()
+        self.has_leader = False
+        self._followers: dict[anyio.Event, None] = {}
 
-    async def wait(self, first: Callable[[], Awaitable[T]]) -> T:
-        if self.led:
-            turn = anyio.Event()
-            self._behind[turn] = None
+    async def wait(self, lead: Callable[[], Awaitable[T]]) -> T:
+        """Become the leader, then await `lead` and return its result."""
+        if self.has_leader:
+            leads = anyio.Event()
+            self._followers[leads] = None
             try:
-                await turn.wait()
+                await leads.wait()
             except BaseException:
-                if self._behind.pop(turn, turn) is turn:  # it was handed the first place as it left
-                    self._hand_on()
+                if leads.is_set():  # cancelled in the moment in which it became the leader
+                    self._wake_next()
+                else:
+                    del self._followers[leads]
                 raise
-        self.led = True
+        self.has_leader = True
         try:
-            return await first()
+            return await lead()
         finally:
-            self._hand_on()
+            self._wake_next()
 
-    def _hand_on(self) -> None:
-        self.led = bool(self._behind)
-        if self.led:
-            turn = next(iter(self._behind))
-            del self._behind[turn]
-            turn.set()
+    def _wake_next(self) -> None:
+        self.has_leader = bool(self._followers)
+        if self.has_leader:
+            leads = next(iter(self._followers))
+            del self._followers[leads]
+            leads.set()
 
 
 class Renewals:
     """When the claims of each worker were last renewed, as far as this server has seen.
 
-    A poll that is held, or late, may be the last word of a worker that is out of reach: what becomes free in its time may
-    be that worker's own, whose lease has run out, and which it still runs. So a worker that keeps claims is given no more
-    once they have not been renewed for half a lease; its next word is to be their renewal.
+    A held or delayed poll may be the last request of a worker that has lost its connection. An invocation that becomes
+    free meanwhile may be one that this worker still runs, whose lease has expired. So a worker that holds claims gets no
+    more of them once half a lease has passed without a renewal: it has to renew first.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,99 +126,109 @@ class Renewals:
         self._seen: dict[Name, float] = {}  # the oldest first
 
     def renewed(self, worker: Name) -> None:
-        """All claims of a worker are fresh."""
+        """Record that all claims of a worker were renewed now."""
         self._seen.pop(worker, None)
         self._seen[worker] = self._clock()
-        if len(self._seen) > MOST_WORKERS:
+        if len(self._seen) > MAX_WORKERS:
             del self._seen[next(iter(self._seen))]
 
     def late(self, worker: Name, lease: float) -> bool:
-        """Whether the claims of a worker that keeps some have not been renewed for half a lease; seen for the first time,
-        it has only now come to this server, and they are fresh."""
+        """Whether a worker that holds claims has not renewed them for half a lease.
+
+        A worker that this server has not seen before counts as having renewed now.
+        """
         if worker not in self._seen:
             self.renewed(worker)
         return self._clock() - self._seen[worker] > lease / 2
 
 
 class Polls:
-    """The held requests of one server, all on one event loop. most: how many there may be at the same time."""
+    """The held requests of one server, all on one event loop.
 
-    def __init__(self, most: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._clock = most, clock
-        self._turns: set[Turn] = set()
-        self._named: dict[Name, list[Turn]] = {}
-        self._lines: dict[object, _Line] = {}
-        self._released: dict[Name, float] = {}  # until when each is remembered; the oldest first
+    max_held: how many requests may be held at the same time.
+    """
+
+    def __init__(self, max_held: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_held = max_held
+        self._clock = clock
+        self._held: set[HeldRequest] = set()
+        self._named: dict[Name, list[HeldRequest]] = {}
+        self._shared_waits: dict[object, _SharedWait] = {}
+        self._released: dict[Name, float] = {}  # the time at which each is forgotten; the oldest first
         self.draining = False
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._held)
 
     @contextmanager
-    def turn(self, name: Name | None = None) -> Generator[Turn]:
-        """A turn for one request, which ends the older ones of its name. Raises PlaneUnavailable where all are taken."""
-        if len(self._turns) >= self._most:
-            raise PlaneUnavailable(f"the server holds {self._most} requests, the most that it may: ask again later")
-        turn = Turn() if name is None else Turn(self._drop(name))
-        self._turns.add(turn)
-        if name is not None:
-            self._named.setdefault(name, []).append(turn)
-        if self.draining:
-            turn.end()
-        try:
-            yield turn
-        finally:
-            self._turns.discard(turn)
-            if name is not None:
-                self._forget(name, turn)
-            turn.over.set()
+    def hold(self, name: Name | None = None) -> Generator[HeldRequest]:
+        """Count a request as held inside the block, and end the older ones of its name.
 
-    def _drop(self, name: Name) -> list[Turn]:
+        Raises:
+            PlaneUnavailable: the server already holds as many requests as it may.
+        """
+        if len(self._held) >= self._max_held:
+            raise PlaneUnavailable(f"the server already holds {self._max_held} requests, its maximum: retry later")
+        held = HeldRequest() if name is None else HeldRequest(self._drop(name))
+        self._held.add(held)
+        if name is not None:
+            self._named.setdefault(name, []).append(held)
+        if self.draining:
+            held.end()
+        try:
+            yield held
+        finally:
+            self._held.discard(held)
+            if name is not None:
+                self._forget(name, held)
+            held.finished.set()
+
+    def _drop(self, name: Name) -> list[HeldRequest]:
         older = list(self._named.get(name, ()))
-        for turn in older:
-            turn.end(drop=True)
+        for held in older:
+            held.end(drop=True)
         return older
 
-    def _forget(self, name: Name, turn: Turn) -> None:
-        turns = self._named[name]
-        turns.remove(turn)
-        if not turns:
+    def _forget(self, name: Name, held: HeldRequest) -> None:
+        same_name = self._named[name]
+        same_name.remove(held)
+        if not same_name:
             del self._named[name]
 
-    async def in_line(self, place: object, first: Callable[[], Awaitable[T]]) -> T:
-        """What `first` gives, called when nobody else waits in this place, or has it handed on."""
-        line = self._lines.setdefault(place, _Line())
+    async def share_wait(self, key: object, wait: Callable[[], Awaitable[T]]) -> T:
+        """Await `wait` as soon as no other request with this key does, and return its result."""
+        shared = self._shared_waits.setdefault(key, _SharedWait())
         try:
-            return await line.wait(first)
+            return await shared.wait(wait)
         finally:
-            if not line.led and self._lines.get(place) is line:
-                del self._lines[place]
+            if not shared.has_leader and self._shared_waits.get(key) is shared:
+                del self._shared_waits[key]
 
     async def release(self, name: Name) -> None:
-        """End what is held under this name, wait for its end, and let nothing be held under it for a minute."""
+        """End the requests of this name, wait until they are finished, and remember the name as released."""
         now = self._clock()
         self._released.pop(name, None)
-        self._released[name] = now + REMEMBERED_S
+        self._released[name] = now + RELEASED_NAME_LIFETIME
         while self._released:
             oldest = next(iter(self._released))
-            if self._released[oldest] > now and len(self._released) <= MOST_REMEMBERED:
+            if self._released[oldest] > now and len(self._released) <= MAX_RELEASED_NAMES:
                 break
             del self._released[oldest]
-        for turn in self._drop(name):
-            await turn.over.wait()
+        for held in self._drop(name):
+            await held.finished.wait()
 
     def released(self, name: Name) -> bool:
-        """Whether this name was released within the last minute."""
+        """Whether this name was released within RELEASED_NAME_LIFETIME."""
         until = self._released.get(name)
         return until is not None and until > self._clock()
 
     def drain(self) -> None:
-        """End all that is held, and hold nothing from now on: the server ends."""
+        """End all held requests, and every later one as soon as it is held: the server is shutting down."""
         self.draining = True
-        for turn in list(self._turns):
-            turn.end()
+        for held in list(self._held):
+            held.end()
 
     async def idle(self) -> None:
-        """Wait until nothing is held."""
-        while self._turns:
-            await next(iter(self._turns)).over.wait()
+        """Wait until no request is held."""
+        while self._held:
+            await next(iter(self._held)).finished.wait()

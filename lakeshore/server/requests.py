@@ -1,4 +1,4 @@
-"""What a handler has of a request: who asked, its fields, its turn; its body; and where its path leads."""
+"""One request as a handler receives it: its context, its body and its fields; and the route that a path names."""
 
 from __future__ import annotations
 
@@ -25,150 +25,194 @@ if TYPE_CHECKING:
     from ..planes.plane import Plane
     from .limits import Limits
     from .metrics import Metrics
-    from .polls import Name, Turn
+    from .polls import HeldRequest, Name
 
 __all__ = [
-    "Body", "Call", "ErrorAnswer", "Left", "Receive", "Service", "Target", "find", "read_fields", "read_query", "told",
+    "Body",
+    "ClientDisconnected",
+    "ErrorAnswer",
+    "Receive",
+    "RequestContext",
+    "Service",
+    "Target",
+    "find",
+    "presentable_error",
+    "read_fields",
+    "read_query",
     "whole",
 ]  # fmt: skip
 
 Fields = dict[str, Any]
 Receive: TypeAlias = "Callable[[], Awaitable[MutableMapping[str, Any]]]"
 
-PASSES = 4
-"""Of the event loop, until the end of a connection that has come is known here: read, closed, told, heard."""
-SIMPLE = 64 << 10
-MOST_VALUES = 1_000_000
-"""Values in a body of more than SIMPLE bytes: each may take a hundred times its own byte of memory."""
-MOST_IN_ONE = 100_000
+DISCONNECT_LOOP_PASSES = 4
+"""Passes of the event loop after which the end of a connection is known here: uvicorn reads it, closes the connection,
+sends http.disconnect, and the watching task receives it."""
+UNCOUNTED_BODY_BYTES = 64 << 10
+"""A body up to this size is decoded without counting its values."""
+MAX_VALUES = 1_000_000
+"""Values in a body of more than UNCOUNTED_BODY_BYTES bytes: each may take a hundred times its own byte of memory."""
+MAX_CONTAINER_LENGTH = 100_000
+"""Elements of one array or map in such a body."""
 
 
 class Service:
-    """What all requests of one server share. reading: the bytes of all bodies that came in several pieces."""
+    """What all requests of one server share.
+
+    target_versions: by namespace, the version that polls return as `target_nymph_version`.
+    body_bytes: bytes in memory of all bodies that came in several pieces.
+    """
 
     def __init__(self, limits: Limits, metrics: Metrics, target_versions: Mapping[str, str]) -> None:
-        self.limits, self.metrics, self.target_versions = limits, metrics, target_versions
-        self.polls, self.renewals, self.reading = Polls(limits.polls), Renewals(), 0
+        self.limits = limits
+        self.metrics = metrics
+        self.target_versions = target_versions
+        self.polls = Polls(limits.polls)
+        self.renewals = Renewals()
+        self.body_bytes = 0
 
 
-class Call:
-    """One request, as a handler sees it. id: of the invocation that the path names.
+class RequestContext:
+    """One request, as a handler receives it.
 
-    gone: its client has left, as far as is known; only looked for while a turn is taken. unsent: what is to be done when
-    the answer could not be sent. taken: what is to be done when the caller may not have the answer any more. allowed:
-    raises when the caller may not ask.
+    id: the invocation that the path names, or "".
+    disconnected: the client is known to have disconnected; only watched while the request is held.
+    undo_unsent: undoes the operation if the answer could not be sent.
+    undo_forbidden: undoes it if the caller may no longer get the answer.
+    authorize: raises if the caller may not use the route.
     """
 
     __slots__ = (
-        "_group", "_receive", "_turn", "allowed", "fields", "gone", "id", "ns", "plane", "query", "service", "taken",
-        "unsent",
+        "_group", "_held", "_receive", "authorize", "disconnected", "fields", "id", "ns", "plane", "query", "service",
+        "undo_forbidden", "undo_unsent",
     )  # fmt: skip
 
     def __init__(self, service: Service, plane: Plane, ns: str, id: str) -> None:
-        self.service, self.plane, self.ns, self.id = service, plane, ns, id
+        self.service = service
+        self.plane = plane
+        self.ns = ns
+        self.id = id
         self.fields: Fields = {}
         self.query: Mapping[str, str] = {}
-        self.gone = False
-        self.unsent: Callable[[], Awaitable[object]] | None = None
-        self.taken: Callable[[], Awaitable[object]] | None = None
-        self.allowed: Callable[[], object] | None = None
+        self.disconnected = False
+        self.undo_unsent: Callable[[], Awaitable[object]] | None = None
+        self.undo_forbidden: Callable[[], Awaitable[object]] | None = None
+        self.authorize: Callable[[], object] | None = None
         self._group: TaskGroup | None = None
         self._receive: Receive | None = None
-        self._turn: Turn | None = None
+        self._held: HeldRequest | None = None
 
-    def watched_by(self, group: TaskGroup, receive: Receive) -> None:
-        """Where to watch for the client's leaving, should the request be held."""
-        self._group, self._receive = group, receive
+    def watch_with(self, group: TaskGroup, receive: Receive) -> None:
+        """Watch for the client's disconnect, in this group, as soon as the request is held."""
+        self._group = group
+        self._receive = receive
 
     @contextmanager
-    def turn(self, name: Name | None = None) -> Generator[Turn]:
-        """A turn among the held requests, ended when the client leaves. Raises PlaneUnavailable where all are taken."""
-        with self.service.polls.turn(name) as turn:
-            self._turn = turn
+    def hold(self, name: Name | None = None) -> Generator[HeldRequest]:
+        """Hold the request inside the block; the disconnect of its client ends it.
+
+        Raises:
+            PlaneUnavailable: the server already holds as many requests as it may.
+        """
+        with self.service.polls.hold(name) as held:
+            self._held = held
             if self._group is not None and self._receive is not None:
                 self._group.start_soon(self._watch, self._receive)
-            yield turn
+            yield held
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.gone = True
-        if self._turn is not None:
-            self._turn.end()
+        self.disconnected = True
+        if self._held is not None:
+            self._held.end()
 
-    def check_again(self) -> None:
-        """Ask anew who asks, where that was long ago: a token may be revoked while its request is held."""
-        if self.allowed is not None and self._turn is not None and self._turn.waited:
-            unsent, self.unsent = self.unsent, self.taken
-            self.allowed()
-            self.unsent = unsent
+    def recheck_access(self) -> None:
+        """Check the caller's access again after a wait: its token may have been revoked meanwhile."""
+        if self.authorize is not None and self._held is not None and self._held.waited:
+            undo_unsent = self.undo_unsent
+            self.undo_unsent = self.undo_forbidden  # if the next line raises
+            self.authorize()
+            self.undo_unsent = undo_unsent
 
-    async def still_there(self) -> bool:
-        """Whether the client is there to hear what may be said once only; to be asked right before it is said.
+    async def still_connected(self) -> bool:
+        """Whether the client is still connected. Call it right before an answer that can be given only once.
 
-        uvicorn drops what is sent to a client that has gone, without a word; its word of the going comes one pass of the
-        event loop later than its own flag, which is looked at for that.
+        uvicorn silently drops an answer to a client that has disconnected, and sends http.disconnect one pass of the event
+        loop later than it sets its own flag. So this reads the flag too.
         """
-        for _ in range(PASSES):
+        for _ in range(DISCONNECT_LOOP_PASSES):
             await checkpoint()
         server = getattr(self._receive, "__self__", None)
-        return not (self.gone or getattr(server, "disconnected", False))
+        return not (self.disconnected or getattr(server, "disconnected", False))
 
     def seconds(self, name: str, default: float) -> float:
-        """A field that says how long to hold the request."""
+        """Read a field with the time to hold the request, at most the server's own limit."""
         return min(seconds(self.fields, name, default), self.service.limits.held)
 
 
 class ErrorAnswer(Exception):
-    """What to answer in place of what was asked for."""
+    """An error answer with its own status, type and headers."""
 
     def __init__(self, status: int, kind: str, message: str, *headers: tuple[bytes, bytes]) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers
         self.fields: Fields = {"error": {"type": kind, "message": message}}
 
 
-def told(exc: Exception) -> Exception:
-    """What a client is told of `exc`: what is nested too deep to be shown in a sentence is its own fault."""
-    return (
-        WireError("expected no value nested so deep that it cannot be shown")
-        if isinstance(exc, RecursionError)
-        else exc
-    )
+def presentable_error(exc: Exception) -> Exception:
+    """The error to send for `exc`: a value that is nested too deep for an error sentence is the client's own mistake."""
+    if isinstance(exc, RecursionError):
+        return WireError("expected values that are not nested too deep to be shown in an error, got one that is")
+    return exc
 
 
-class Left(Exception):
-    """The client has gone: there is nobody to answer."""
+class ClientDisconnected(Exception):
+    """The client has disconnected, so the request gets no answer."""
 
 
 class Body:
-    """The body of one request, and how much of it is not read yet: bytes, infinite where they are not announced."""
+    """The body of one request.
 
-    __slots__ = ("_limits", "_receive", "_service", "_taken", "unread")
+    unread: bytes that are not read yet; infinite if the request does not announce its length.
+    """
+
+    __slots__ = ("_buffered", "_limits", "_receive", "_service", "unread")
 
     def __init__(self, service: Service, headers: Mapping[bytes, bytes], receive: Receive) -> None:
-        self._service, self._limits, self._receive, self._taken = service, service.limits, receive, 0
+        self._service = service
+        self._limits = service.limits
+        self._receive = receive
+        self._buffered = 0
         announced = headers.get(b"content-length", b"0")
         self.unread = math.inf if b"transfer-encoding" in headers or not announced.isdigit() else int(announced)
 
     async def read(self) -> bytes:
-        """All of it; the time for it runs anew with each piece. Raises TooLarge, ErrorAnswer, Left, PlaneUnavailable."""
-        most, timeout = self._limits.body, self._limits.body_timeout
-        if most < self.unread < math.inf:
+        """Read the whole body; each piece restarts the timeout.
+
+        Raises:
+            TooLarge: the body is larger than the server accepts.
+            ErrorAnswer: the next piece did not come in time (status 408).
+            PlaneUnavailable: the bodies of all requests together take too much memory.
+            ClientDisconnected: the client disconnected.
+        """
+        timeout = self._limits.body_timeout
+        if self._limits.body < self.unread < math.inf:
             raise self._too_large()
         if getattr(getattr(self._receive, "__self__", None), "more_body", True) is False:
-            return await self._pieces(None)  # uvicorn has all of it already: a deadline costs more than the reading
+            return await self._pieces(None)  # uvicorn has all of it already, and a deadline costs more than the read
         with anyio.move_on_after(timeout) as scope:
             return await self._pieces(scope)
-        said = f"expected the rest of the body within {timeout:g} s, got {self._taken} bytes of it"
-        raise ErrorAnswer(408, "PlaneUnavailable", f"{said}: send it again")
+        message = f"expected the rest of the body within {timeout:g} s, got {self._buffered} bytes of it: send it again"
+        raise ErrorAnswer(408, "PlaneUnavailable", message)
 
     async def _pieces(self, scope: anyio.CancelScope | None) -> bytes:
         body = bytearray()
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise Left
+                raise ClientDisconnected
             piece: bytes = message.get("body", b"")
             if len(body) + len(piece) > self._limits.body:
                 raise self._too_large()
@@ -176,62 +220,65 @@ class Body:
                 self.unread = 0
                 return bytes(body + piece) if body else piece
             if piece:
-                self._take(len(piece))
+                self._count(len(piece))
                 body += piece
                 if scope is not None:
                     scope.deadline = anyio.current_time() + self._limits.body_timeout
 
-    def _take(self, size: int) -> None:
-        self._taken, self._service.reading = self._taken + size, self._service.reading + size
-        if self._service.reading > self._limits.bodies:
+    def _count(self, size: int) -> None:
+        self._buffered += size
+        self._service.body_bytes += size
+        if self._service.body_bytes > self._limits.bodies:
             raise PlaneUnavailable(
-                f"the server is reading {self._limits.bodies} bytes, the most that it may: try later"
+                f"the server already reads bodies of {self._limits.bodies} bytes, its maximum: retry later"
             )
 
     def _too_large(self) -> TooLarge:
-        return TooLarge(f"expected a body of at most {self._limits.body} bytes, got a larger one: send less at once")
+        return TooLarge(
+            f"expected a body of at most {self._limits.body} bytes, got a larger one: send less in one request"
+        )
 
     async def skip(self) -> None:
-        """Read what is left for nobody: who closes before that takes the answer away from a client that still sends."""
+        """Read and discard the rest: a connection that closes earlier loses the answer for a client that still sends."""
         with anyio.move_on_after(self._limits.linger):
             while (await self._receive()).get("more_body"):
                 pass
 
-    def done(self) -> None:
-        """Its bytes are needed no more."""
-        self._service.reading -= self._taken
+    def release(self) -> None:
+        """Stop counting the body's bytes: the request is over."""
+        self._service.body_bytes -= self._buffered
 
 
-# What it says ---------------------------------------------------------------------------------------------------------
+# Fields ---------------------------------------------------------------------------------------------------------
 
 
 def read_fields(body: bytes, where: str) -> Fields:
-    """The fields of a body. Raises WireError, also for one of more values than anybody has to say."""
-    if len(body) <= SIMPLE:
+    """Decode the fields of a body. Raises WireError, also for a body of too many values."""
+    if len(body) <= UNCOUNTED_BODY_BYTES:
         return decode(body, where)
     values = 0
 
     def counted(found: Any) -> Any:
         nonlocal values
         values += len(found)
-        if values > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} values")
+        if values > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values")
         return found
 
     hooks = {"list_hook": counted, "object_hook": counted}
-    lengths = {"max_array_len": MOST_IN_ONE, "max_map_len": MOST_IN_ONE}
+    lengths = {"max_array_len": MAX_CONTAINER_LENGTH, "max_map_len": MAX_CONTAINER_LENGTH}
     try:
         fields = unpackb(body, raw=False, strict_map_key=False, **hooks, **lengths)
     except READ_ERRORS as exc:
-        said = f"{type(exc).__name__}: {exc}"[:200]
-        raise WireError(f"expected a msgpack map as the body of {where}, got {len(body)} bytes: {said}") from None
+        cause = f"{type(exc).__name__}: {exc}"[:200]
+        raise WireError(f"expected a msgpack map as the body of {where}, got {len(body)} bytes: {cause}") from None
     if not isinstance(fields, dict):
         raise WireError(f"expected a msgpack map as the body of {where}, got a {type(fields).__name__}")
     return fields  # pyright: ignore[reportUnknownVariableType]
 
 
 def read_query(text: bytes) -> dict[str, str]:
-    """The fields of a query; of those that are there twice the last. Raises WireError."""
+    """Decode the fields of a query; of a repeated field, the last. Raises WireError."""
     try:
         return dict(parse_qsl(text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=50))
     except ValueError:
@@ -239,7 +286,7 @@ def read_query(text: bytes) -> dict[str, str]:
 
 
 def whole(query: Mapping[str, str], name: str, default: int) -> int:
-    """A field of a query that is a whole number. Raises WireError."""
+    """Read a whole number from a query. Raises WireError."""
     text = query.get(name)
     if text is None:
         return default
@@ -248,11 +295,11 @@ def whole(query: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-# Where a path leads -------------------------------------------------------------------------------------------------
+# Routes -------------------------------------------------------------------------------------------------
 
 
 class Target(NamedTuple):
-    """A route, as requests are checked against it. label: its path without ids and namespaces."""
+    """The route of a request. label: its path without ids and namespaces."""
 
     name: str
     method: str
@@ -276,7 +323,8 @@ _NAMESPACES = "/v1/namespaces/"
 
 def find(path: str) -> tuple[Target | None, str | None, str]:
     """The route, the namespace and the invocation that a path names."""
-    target, ns = _TARGETS.get(path), None
+    ns = None
+    target = _TARGETS.get(path)
     if target is None and path.startswith(_NAMESPACES):
         ns, _, rest = path[len(_NAMESPACES) :].partition("/")
         path = f"/v1/{rest}"

@@ -32,14 +32,14 @@ __all__ = ["BOUNDS", "Address", "Bounds", "addresses", "listen", "loopback_only"
 
 _log = logging.getLogger("dreamlake.lakeshore.server")
 
-IDLE_S = 75
+KEEP_ALIVE_TIMEOUT = 75
 """Seconds that a connection may stay open between two requests: longer than clients and proxies keep theirs, so that it
 is they who close, and no request meets a connection that is being closed."""
-UNREAD_S = 300
+UNREAD_TIMEOUT = 300
 """Seconds for which a client may leave what it is sent unread."""
-ABORT_S = 1.0
+ABORT_TIMEOUT = 1.0
 """Seconds that requests get when their connections were cut, to give back what they hold."""
-SPARE_FILES = 128
+RESERVED_FILE_DESCRIPTORS = 128
 """File descriptors that are not for connections."""
 
 
@@ -105,7 +105,7 @@ def _listening(family: socket.AddressFamily, where: Any) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT * 1000)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(where)
@@ -130,14 +130,18 @@ def _most_connections(wanted: int) -> int:
     if resource is None:
         return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted + SPARE_FILES:
-        more = wanted + SPARE_FILES if hard == resource.RLIM_INFINITY else min(hard, wanted + SPARE_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted + RESERVED_FILE_DESCRIPTORS:
+        more = (
+            wanted + RESERVED_FILE_DESCRIPTORS
+            if hard == resource.RLIM_INFINITY
+            else min(hard, wanted + RESERVED_FILE_DESCRIPTORS)
+        )
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
         except (ValueError, OSError):
             pass  # some systems have a limit below the one that they tell
-    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - SPARE_FILES))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - RESERVED_FILE_DESCRIPTORS))
 
 
 # --- serving --------------------------------------------------------------------------------------------------------
@@ -220,7 +224,7 @@ async def serve(
         access_log=False,
         proxy_headers=False,  # nothing here depends on who asks, but on the token
         server_header=False,
-        timeout_keep_alive=IDLE_S,
+        timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
         workers=1,
     )
     server, failure = _Server(config, ready), None
@@ -254,9 +258,9 @@ async def _end(server: _Server, stop: anyio.Event, cut: anyio.Event, grace: floa
         await cut.wait()
     if count := server.cut():
         _log.warning("%d connection%s cut off", count, " is" if count == 1 else "s are")
-    await anyio.sleep(ABORT_S)
+    await anyio.sleep(ABORT_TIMEOUT)
     server.cancel()
-    await anyio.sleep(ABORT_S)
+    await anyio.sleep(ABORT_TIMEOUT)
 
 
 @contextmanager

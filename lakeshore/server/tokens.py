@@ -37,7 +37,7 @@ ROLES = ("producer", "worker", "admin")
 """Each may do what those before it may."""
 
 PREFIX = "lks_"
-LOOKS = 1.0
+FILE_CHECK_INTERVAL = 1.0
 """Seconds after which the file is looked at again; a token that is not known is looked for at once."""
 
 _NAME = re.compile(r"[0-9A-Za-z_.@-]{1,64}")
@@ -206,7 +206,7 @@ class TokenFile:
     def _look(self, *, now: bool = False) -> bool:
         """Read the file again if it has changed, and it is time to look; whether it was read."""
         clock = self._clock()
-        if not now and clock - self._looked < LOOKS:
+        if not now and clock - self._looked < FILE_CHECK_INTERVAL:
             return False
         self._looked = clock
         signature = _signature(self.path)

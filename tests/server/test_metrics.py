@@ -127,7 +127,7 @@ async def test_claims_and_readers_of_streams(plane: dls.Dispatch) -> None:
 
 
 async def test_names_of_queues_are_escaped_and_bounded(plane: dls.Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "MOST_QUEUES", 2)
+    monkeypatch.setattr(metrics, "MAX_QUEUES", 2)
     odd = 'a"b\\c\nd'
     for queue, count in ((odd, 3), ("x" * 10_000, 2), ("small", 1), ("little", 1)):
         for _ in range(count):
@@ -135,14 +135,18 @@ async def test_names_of_queues_are_escaped_and_bounded(plane: dls.Dispatch, monk
     found = await samples(Metrics(plane))
     assert {dict(labels)["queue"]: value for (name, labels), value in found.items() if "invocations" in name} == {
         odd: 3,
-        "x" * metrics.LONGEST: 2,
+        "x" * metrics.MAX_QUEUE_NAME_LENGTH: 2,
         OTHER: 2,
     }
-    assert {dict(labels)["queue"] for name, labels in found if "oldest" in name} == {odd, "x" * metrics.LONGEST, OTHER}
+    assert {dict(labels)["queue"] for name, labels in found if "oldest" in name} == {
+        odd,
+        "x" * metrics.MAX_QUEUE_NAME_LENGTH,
+        OTHER,
+    }
 
 
 async def test_the_oldest_of_several_queues_under_one_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "MOST_QUEUES", 0)
+    monkeypatch.setattr(metrics, "MAX_QUEUES", 0)
     now = 1000.0
     async with dls.Dispatch(tmp_path / "clock.db", clock=lambda: now) as plane:
         for queue in ("b", "a", "c"):

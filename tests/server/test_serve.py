@@ -663,7 +663,7 @@ def test_connections_of_the_dead_and_the_deaf_end(anyio_backend: Any) -> None:
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             if sys.platform == "linux":
                 assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
-                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == serving.UNREAD_S * 1000
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == serving.UNREAD_TIMEOUT * 1000
 
 
 def test_a_port_that_is_taken(anyio_backend: Any) -> None:

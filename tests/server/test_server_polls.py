@@ -22,7 +22,7 @@ from dreamlake.lakeshore.planes.contract.operations import Claim, Fence, Operati
 from dreamlake.lakeshore.planes.contract.records import Failure, RowFilter
 from dreamlake.lakeshore.server.app import create_app
 from dreamlake.lakeshore.server.limits import Limits
-from dreamlake.lakeshore.server.polls import MOST_REMEMBERED, MOST_WORKERS, REMEMBERED_S, Polls, Renewals
+from dreamlake.lakeshore.server.polls import MAX_RELEASED_NAMES, MAX_WORKERS, RELEASED_NAME_LIFETIME, Polls, Renewals
 from dreamlake.lakeshore.server.tokens import TokenFile, create_token, revoke_token
 
 if TYPE_CHECKING:
@@ -126,10 +126,10 @@ async def test_a_newer_turn_of_the_same_name_ends_the_older_ones_and_waits_for_t
     order: list[str] = []
 
     async def work(name: str, last: bool) -> None:
-        with polls.turn(("a",)) as turn:
-            alone = await turn.alone()
+        with polls.hold(("a",)) as turn:
+            alone = await turn.wait_for_older()
             if not last:
-                await turn.hold(anyio.sleep_forever)
+                await turn.wait_for(anyio.sleep_forever)
             order.append(f"{name} {alone} {turn.ended} {turn.dropped}")
 
     with anyio.fail_after(PATIENCE):
@@ -148,11 +148,11 @@ async def test_a_turn_that_is_ended_while_it_waits_for_older_ones_is_followed_by
     through = anyio.Event()
 
     async def work(name: str) -> None:
-        with polls.turn(("a",)) as turn:
+        with polls.hold(("a",)) as turn:
             if name == "one":
                 with anyio.CancelScope(shield=True):
                     await through.wait()
-            alone = await turn.alone()
+            alone = await turn.wait_for_older()
         order.append(f"{name} {alone}")
 
     with anyio.fail_after(PATIENCE):
@@ -168,10 +168,10 @@ async def test_a_turn_that_is_ended_while_it_waits_for_older_ones_is_followed_by
 async def test_turns_of_other_names_and_without_one_do_not_end_each_other() -> None:
     polls = Polls(10)
     with (
-        polls.turn(("a", "1")) as first,
-        polls.turn(("a", "2")) as second,
-        polls.turn() as third,
-        polls.turn() as fourth,
+        polls.hold(("a", "1")) as first,
+        polls.hold(("a", "2")) as second,
+        polls.hold() as third,
+        polls.hold() as fourth,
     ):
         assert not any(turn.ended for turn in (first, second, third, fourth))
         await polls.release(("b",))
@@ -187,21 +187,21 @@ async def test_hold_gives_what_was_waited_for_and_raises_what_it_raised() -> Non
     async def gives() -> int:
         return 7
 
-    with polls.turn() as turn:
-        assert await turn.hold(gives) == 7
+    with polls.hold() as turn:
+        assert await turn.wait_for(gives) == 7
         with pytest.raises(ValueError, match="as it is"):
-            await turn.hold(fails)
+            await turn.wait_for(fails)
         turn.end()
-        assert await turn.hold(gives) is None
+        assert await turn.wait_for(gives) is None
 
 
 async def test_more_turns_than_there_may_be_are_refused_and_a_turn_that_is_over_makes_room() -> None:
     polls = Polls(2)
-    with polls.turn(("a",)), polls.turn():
-        with pytest.raises(PlaneUnavailable) as caught, polls.turn(("a",)):
+    with polls.hold(("a",)), polls.hold():
+        with pytest.raises(PlaneUnavailable) as caught, polls.hold(("a",)):
             pass
-        assert str(caught.value) == "the server holds 2 requests, the most that it may: ask again later"
-    with polls.turn(), polls.turn(("a",)) as turn:
+        assert str(caught.value) == "the server already holds 2 requests, its maximum: retry later"
+    with polls.hold(), polls.hold(("a",)) as turn:
         assert not turn.ended
 
 
@@ -211,12 +211,12 @@ async def test_a_released_name_is_remembered_for_a_minute_and_not_longer() -> No
     await polls.release(("a",))
     assert polls.released(("a",))
     assert not polls.released(("b",))
-    now = REMEMBERED_S - 1
+    now = RELEASED_NAME_LIFETIME - 1
     assert polls.released(("a",))
     await polls.release(("a",))
-    now = REMEMBERED_S + 1
+    now = RELEASED_NAME_LIFETIME + 1
     assert polls.released(("a",))
-    now = 2 * REMEMBERED_S
+    now = 2 * RELEASED_NAME_LIFETIME
     assert not polls.released(("a",))
     await polls.release(("c",))
     assert list(polls._released) == [("c",)]
@@ -224,19 +224,19 @@ async def test_a_released_name_is_remembered_for_a_minute_and_not_longer() -> No
 
 async def test_the_memory_for_released_names_is_bounded() -> None:
     polls = Polls(10)
-    for number in range(MOST_REMEMBERED + 10):
+    for number in range(MAX_RELEASED_NAMES + 10):
         await polls.release((str(number),))
-    assert len(polls._released) == MOST_REMEMBERED
-    assert polls.released((str(MOST_REMEMBERED + 9),))
+    assert len(polls._released) == MAX_RELEASED_NAMES
+    assert polls.released((str(MAX_RELEASED_NAMES + 9),))
     assert not polls.released(("9",))
 
 
 async def test_draining_ends_every_turn_and_those_to_come() -> None:
     polls = Polls(10)
-    with polls.turn() as turn:
+    with polls.hold() as turn:
         polls.drain()
         assert (turn.ended, turn.dropped) == (True, False)
-    with polls.turn(("a",)) as turn:
+    with polls.hold(("a",)) as turn:
         assert (turn.ended, turn.dropped) == (True, False)
     with anyio.fail_after(PATIENCE):
         await polls.idle()
@@ -253,9 +253,9 @@ async def test_a_worker_s_renewals_are_late_after_half_a_lease_and_fresh_when_it
     assert not renewals.late(("other", "w"), 4.0)
     renewals.renewed(("ns", "w"))
     assert not renewals.late(("ns", "w"), 4.0)
-    for number in range(MOST_WORKERS):
+    for number in range(MAX_WORKERS):
         renewals.renewed(("ns", str(number)))
-    assert len(renewals._seen) == MOST_WORKERS
+    assert len(renewals._seen) == MAX_WORKERS
     assert ("ns", "w") not in renewals._seen
 
 
@@ -615,7 +615,7 @@ async def test_one_job_wakes_one_of_many_polls_and_not_all_of_them(tmp_path: Pat
                 assert (
                     plane.claims - before <= 6
                 )  # one that takes it, and one that looks after it; the watcher tells at times
-        assert app.endpoint.service.polls._lines == {}
+        assert app.endpoint.service.polls._shared_waits == {}
     answers = [ids_of(await request.fields()) for request in requests]
     assert sorted(answers) == sorted([(f"a{number}", 1)] for number in range(30))
 
@@ -765,7 +765,7 @@ async def test_more_held_requests_than_the_limit_are_a_503_and_the_server_goes_o
     first, second = (Asked(app, POLL, poll_of()) for _ in range(2))
     async with asking(first, second), client_of(app) as client:
         await held(app, 2)
-        sentence = "the server holds 2 requests, the most that it may: ask again later"
+        sentence = "the server already holds 2 requests, its maximum: retry later"
         assert (await client.post(POLL, poll_of())).error == (503, "PlaneUnavailable", sentence)
         await plane.submit("q", b"x", id="a")
         await wait_until(lambda: first.complete or second.complete, description="an answer")
@@ -1043,7 +1043,7 @@ async def test_a_stream_that_fails_in_the_middle_is_broken_off(tmp_path: Path, c
 
         async with await server.connect(f"GET {path}") as connection:
             await _read_until(connection, b"\r\n\r\n")
-            monkeypatch.setattr(server.plane, "page", fail)
+            monkeypatch.setattr(server.plane, "_read_new_page", fail)
             server.call(server.plane.append, Fence("a", "w", 1), 0, [b"frame"])
             with pytest.raises(anyio.EndOfStream):
                 await _read_until(connection, b"0\r\n\r\n")

@@ -30,7 +30,7 @@ from dreamlake.lakeshore.planes.protocol.routes import CONTENT_TYPE, ROUTES
 from dreamlake.lakeshore.server.app import create_app
 from dreamlake.lakeshore.server.limits import Limits
 from dreamlake.lakeshore.server.requests import find
-from dreamlake.lakeshore.server.routes import HANDLERS, HELD
+from dreamlake.lakeshore.server.routes import HANDLERS, HELD_ROUTES
 from dreamlake.lakeshore.server.tokens import ROLES, TokenFile, create_token
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def test_every_route_of_the_protocol_leads_to_a_handler_with_and_without_a_names
             assert target.label == f"/v1{route.path}"
             assert (found_ns, found_id) == (ns, id)
     assert {*ROUTES} == {*HANDLERS, "stream"}
-    assert {*ROUTES} > HELD
+    assert {*ROUTES} > HELD_ROUTES
 
 
 @each_row(
@@ -362,7 +362,7 @@ async def test_a_body_that_is_announced_larger_than_the_limit_is_a_413_before_it
     request = Asked(create_app(here, limits=Limits(body=1000)), SUBMIT, [b"x"] * 3, content_length="1001")
     await request.run()
     answer = await request.answer()
-    sentence = "expected a body of at most 1000 bytes, got a larger one: send less at once"
+    sentence = "expected a body of at most 1000 bytes, got a larger one: send less in one request"
     assert answer.error == (413, "TooLarge", sentence)
     assert len(request.pieces) == 3
 
@@ -376,7 +376,7 @@ async def test_a_body_that_grows_larger_than_the_limit_is_a_413_once_it_does(
     answer = await ask(here, SUBMIT, [bytes(400)] * 4, app=app, **announced)
     assert answer.error[:2] == (413, "TooLarge")
     assert answer.headers.get("connection") == ("close" if announced else None)
-    assert app.endpoint.service.reading == 0
+    assert app.endpoint.service.body_bytes == 0
     assert (await ask(here, SUBMIT, submit_of("a"), app=app)).status == 200
 
 
@@ -474,14 +474,14 @@ async def test_no_more_bytes_of_bodies_are_read_at_the_same_time_than_the_limit(
     first.receiving = slowly
     async with anyio.create_task_group() as group:
         group.start_soon(first.run)
-        await wait_until(lambda: app.endpoint.service.reading == 7000, description="the first piece")
+        await wait_until(lambda: app.endpoint.service.body_bytes == 7000, description="the first piece")
         answer = await ask(here, SUBMIT, [body[:7000], body[7000:]], app=app)
-        sentence = "the server is reading 10000 bytes, the most that it may: try later"
+        sentence = "the server already reads bodies of 10000 bytes, its maximum: retry later"
         assert answer.error == (503, "PlaneUnavailable", sentence)
         assert (await ask(here, SUBMIT, submit_of("b"), app=app)).status == 200, "small ones are read all the same"
         go.set()
     assert (await first.answer()).status == 200
-    assert app.endpoint.service.reading == 0
+    assert app.endpoint.service.body_bytes == 0
 
 
 @each_row(
