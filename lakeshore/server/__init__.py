@@ -11,7 +11,7 @@ __all__ = ["create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """`create_app`, loaded when it is first asked for: `lakeshore token` goes without what it needs."""
+    """Import `create_app` on first use: `lakeshore token` works without the extra that it needs."""
     if name != "create_app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .app import create_app

@@ -1,8 +1,8 @@
-"""One connection of a client: what it may take, and what is refused on it before the application hears of it.
+"""One connection of a client: its bounds, and the requests that are rejected before they reach the application.
 
-uvicorn itself has no deadline for the headers of a request and no bound on their size, which one client with many slow
-connections would use up a server by; and it keeps whatever comes behind a request that is not answered. Here all of
-that is bounded, and connections are counted.
+uvicorn has no deadline for the headers of a request and no bound on their size, so a client with many slow connections
+could exhaust a server. It also keeps every request that arrives behind an unanswered one. This module bounds all of that,
+and counts connections.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ __all__ = ["BOUNDS", "Bounds", "Connection"]
 
 
 class Bounds(NamedTuple):
-    """What connections may take."""
+    """The bounds of connections."""
 
     connections: int = 16_384
     headers_s: float = 20.0
-    """Seconds from the first byte of a request, or from the connection's beginning, until its headers are complete."""
+    """Seconds from the first byte of a request, or from the start of the connection, until its headers are complete."""
     headers_bytes: int = 64 << 10
-    """Bytes without any of a body: headers, trailers, the sizes of chunks."""
+    """Bytes that do not belong to a body: headers, trailers, the sizes of chunks."""
     ahead: int = 16
-    """Requests that a client may send on one connection behind one that is not answered."""
+    """Requests that a client may send on one connection behind an unanswered one."""
 
 
 BOUNDS = Bounds()
 
 
 class Connection(HttpToolsProtocol):
-    """One connection, which cannot be held open by half a request, nor fill the memory with one."""
+    """One connection. An incomplete request can neither keep it open for long nor fill the memory."""
 
     def __init__(self, bounds: Bounds, **wanted: Any) -> None:
         super().__init__(**wanted)
         self._bounds = bounds
         self._deadline: Any = None
         self._in_headers = False
-        self._bare = 0  # bytes since there was one of a body, or since headers were complete
-        self._running: Any = None  # what is being answered; `cycle` is what came last
+        self._bare = 0  # bytes since the last byte of a body, or since headers were complete
+        self._running: Any = None  # the request that is being answered; `cycle` is the latest one
         self._crowded = False
 
     def connection_made(self, transport: Any) -> None:
@@ -62,7 +62,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._bare += len(data)
         super().data_received(data)
-        if self._in_headers or self._answered():  # also while a body comes for which nobody waits any more
+        if self._in_headers or self._answered():  # also while an unwanted body still arrives
             self._start_deadline()
         elif self._deadline is not None:
             self._stop_deadline()
@@ -72,30 +72,31 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._crowded = len(self.pipeline) >= self._bounds.ahead
         if self._crowded:
-            raise ValueError("ends the parsing, also of what has come already: see send_400_response")
+            raise ValueError("ends the parsing, also of bytes that have arrived: see send_400_response")
         self._in_headers = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         answered = self._answered()
-        super().on_headers_complete()  # raises for a path that is none
+        super().on_headers_complete()  # raises for a malformed path
         if answered:
             self._running = self.cycle
-        self._in_headers, self._bare = False, 0
+        self._in_headers = False
+        self._bare = 0
 
     def on_response_complete(self) -> None:
         if self.pipeline:
-            self._running = self.pipeline[-1][0]  # which is taken out now
+            self._running = self.pipeline[-1][0]  # super takes it out now
         super().on_response_complete()
         if self.pipeline:
-            self.flow.pause_reading()  # super reads on although more than enough is there
+            self.flow.pause_reading()  # super resumes reading although requests are waiting
 
     def on_body(self, body: bytes) -> None:
         self._bare = 0
         super().on_body(body)
 
     def _leave(self) -> None:
-        """Let the request that is being answered know that nobody hears it; uvicorn tells only the one that came last."""
+        """Mark the request that is being answered as disconnected; uvicorn marks only the latest one."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -115,7 +116,7 @@ class Connection(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._deadline = None
-        if self.flow.read_paused:  # what is missing may lie unread behind an answer of ours
+        if self.flow.read_paused:  # the missing bytes may be unread because an answer blocks reading
             self._start_deadline()
         elif self._bare == 0 and not self._in_headers:
             self.transport.close()
@@ -123,19 +124,19 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, WireError(f"expected a request's headers within {self._bounds.headers_s:g} s"))
 
     def send_400_response(self, msg: str) -> None:
-        said = "expected an HTTP/1.1 request, got something else"
+        message = "expected an HTTP/1.1 request, got something else"
         if self._crowded:
             most = self._bounds.ahead
-            said = f"expected at most {most} requests behind one that is not answered, got more: wait for answers"
-        self._refuse(400, WireError(said))
+            message = f"expected at most {most} requests behind one that is not answered, got more: wait for answers"
+        self._refuse(400, WireError(message))
 
     def _refuse(self, status: int, exc: Exception) -> None:
-        """Answer in the protocol's own form, and close."""
+        """Answer with an error of the protocol, and close the connection."""
         if self.transport.is_closing():
             return
         running = self._running
         if running is not None and running.response_started and not running.response_complete:
-            self.transport.abort()  # in the middle of an answer there is no place for another
+            self.transport.abort()  # another answer cannot start in the middle of this one
             return
         self._leave()
         body = encode(encode_error(exc))

@@ -1,4 +1,4 @@
-"""What a server bears: sizes, times and numbers, each with its default."""
+"""The bounds of one server: sizes, times and numbers, each with its default."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Limits:
     """The bounds of one server. Sizes are bytes, times float seconds."""
 
     body: int = MAX_REQUEST_BYTES
-    """Of one request's body; a larger one is a 413."""
+    """Bytes of one request's body. The answer to a larger one has status 413."""
     bodies: int = 512 << 20
-    """Of all bodies that come in several pieces and are being read or worked on at the same time; one more is a 503."""
+    """Bytes of all bodies together that come in several pieces and are in memory. Beyond that the answer has status 503."""
     body_timeout: float = 30.0
-    """Without a byte of a body that was announced; then a 408."""
+    """Seconds without a further byte of a body. Then the answer has status 408."""
     linger: float = 5.0
-    """For which the rest of a body that is not wanted is read and dropped, so that its sender sees the answer."""
+    """Seconds for which the rest of a rejected body is read and discarded, so that its sender receives the answer."""
     held: float = MAX_HOLD_TIME
-    """That a request is held, whatever it asks for."""
+    """Seconds for which a request is held, even if it asks for more."""
     polls: int = 10_000
-    """Requests held at the same time, streams among them; one more is a 503."""
+    """Requests held at the same time, including streams. The answer to one more has status 503."""
     namespaces: int = 64
-    """Namespaces served beside the plane's own."""
+    """Namespaces that are served besides the plane's own."""
     page: int = 4 << 20
-    """Of the frames that a stream has in memory for one reader, one frame at least."""
+    """Bytes of frames that a stream holds in memory for one reader; at least one frame."""
     readiness: float = 2.0
-    """For the read that `/readyz` waits for."""
+    """Seconds for the read with which `/readyz` tests the plane."""

@@ -1,7 +1,7 @@
-"""What `/metrics` says, in Prometheus' text form: how the queues stand, and how long requests take.
+"""The metrics that `/metrics` returns, in the Prometheus text format: sizes of queues, and durations of requests.
 
-Every name begins with `lakeshore_`. Labels are of a small set, whatever clients send: names of routes, known methods,
-statuses, states, and queues up to a number. No id, key, worker or token is ever in one.
+Every name begins with `lakeshore_`. Whatever clients send, the set of labels stays small: names of routes, known
+methods, statuses, states, and a limited number of queues. No label holds an id, a key, a worker or a token.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["MAX_QUEUES", "METRICS_TYPE", "OTHER", "Metrics"]
 
 METRICS_TYPE = CONTENT_TYPE_LATEST
-"""The content type of what `render` gives."""
+"""The content type of the text that `render` returns."""
 
 MAX_QUEUES = 500
-"""Queues that have lines of their own; the smaller ones beyond are one line, of the queue `OTHER`."""
+"""Queues with lines of their own; all smaller ones share the label `OTHER`."""
 OTHER = "(other)"
 MAX_QUEUE_NAME_LENGTH = 100
-"""Characters of a queue's name."""
+"""Characters of a queue's name in a label; the rest is cut off."""
 
-# Long polls are among the requests: they take up to five minutes.
+# The requests include long polls, which take up to five minutes.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _KNOWN_ROUTES = frozenset({*ROUTES, "healthz", "readyz", "metrics"})
 _KNOWN_METHODS = frozenset({"GET", "POST", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -67,7 +67,11 @@ class Metrics:
         self._series: dict[tuple[str, str, int], Histogram] = {}
 
     def observe(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count a request that ended. route: its name in ROUTES, or healthz, readyz, metrics; anything else is one."""
+        """Count a finished request.
+
+        route: its name in ROUTES, or healthz, readyz or metrics; every other name is counted as `OTHER`.
+        seconds: its duration.
+        """
         key = route, method, status
         series = self._series.get(key)
         if series is None:
@@ -77,17 +81,17 @@ class Metrics:
                 status if 100 <= status <= 599 else 0,
             )
             series = self._requests.labels(*map(str, known))
-            if known == key:  # what clients make up is not kept
+            if known == key:  # never keep a key that a client made up
                 self._series[key] = series
         series.observe(seconds)
 
     def claimed(self, seconds: float) -> None:
-        """Count a claim that gave something out."""
+        """Count a claim that returned at least one invocation."""
         self._claims.observe(seconds)
 
     @contextmanager
     def stream(self) -> Generator[None]:
-        """Inside, one more stream is being read."""
+        """Count a stream as being read inside the block."""
         self._streams.inc()
         try:
             yield
@@ -95,22 +99,26 @@ class Metrics:
             self._streams.dec()
 
     async def render(self, plane: Plane | None = None) -> bytes:
-        """All of it, as text. plane: whose queues are meant, where it is not the server's own namespace."""
-        plane = self._plane if plane is None else plane
-        counts, ages = await plane.counts(), await plane.ages()
+        """Return all metrics as text. plane: the plane whose queues are counted; None for the server's own."""
+        if plane is None:
+            plane = self._plane
+        counts = await plane.counts()
+        ages = await plane.ages()
         label = _labels(counts, ages)
-        # From here on nothing is awaited: two who ask at once get each their own numbers.
+        # No await from here on, so that two requests at the same time do not mix their numbers.
         self._invocations.clear()
         self._oldest.clear()
         for (queue, state), count in counts.items():
             self._invocations.labels(label[queue], state).inc(count)
-        for queue, age in sorted(ages.items(), key=lambda one: one[1]):  # of several under one label the oldest stays
+        for queue, age in sorted(
+            ages.items(), key=lambda one: one[1]
+        ):  # the oldest of several under one label is set last
             self._oldest.labels(label[queue]).set(age)
         return generate_latest(self.registry)
 
 
 def _labels(counts: Mapping[tuple[str, str], int], ages: Iterable[str]) -> dict[str, str]:
-    """What each queue is called: the largest by their names, the start of a long one, and the rest `OTHER`."""
+    """The label of each queue: its name, cut to length, for the largest queues, and `OTHER` for the rest."""
     sizes = dict.fromkeys(ages, 0)
     for (queue, _), count in counts.items():
         sizes[queue] = sizes.get(queue, 0) + count

@@ -1,4 +1,4 @@
-"""Serving an ASGI application by uvicorn: on which addresses, within which bounds, and how it ends."""
+"""Serve an ASGI application with uvicorn: its addresses, its bounds and its shutdown."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = ["BOUNDS", "Address", "Bounds", "addresses", "listen", "loopback_only"
 _log = logging.getLogger("dreamlake.lakeshore.server")
 
 KEEP_ALIVE_TIMEOUT = 75
-"""Seconds that a connection may stay open between two requests: longer than clients and proxies keep theirs, so that it
-is they who close, and no request meets a connection that is being closed."""
+"""Seconds for which a connection may stay open between two requests. Clients and proxies use shorter times, so they close
+first, and no request arrives on a connection that the server is closing."""
 UNREAD_TIMEOUT = 300
-"""Seconds for which a client may leave what it is sent unread."""
+"""Seconds for which a client may leave sent data unread."""
 ABORT_TIMEOUT = 1.0
-"""Seconds that requests get when their connections were cut, to give back what they hold."""
+"""Seconds that requests get to release their claims after their connections were closed."""
 RESERVED_FILE_DESCRIPTORS = 128
-"""File descriptors that are not for connections."""
+"""File descriptors that connections do not use."""
 
 
 # --- where ----------------------------------------------------------------------------------------------------------
@@ -49,24 +49,24 @@ Address = tuple[socket.AddressFamily, Any]
 
 
 def addresses(host: str, port: int) -> list[Address]:
-    """Where a server of this name listens. Raises DispatchError for a name that is none."""
+    """Look up the addresses of a host name. Raises DispatchError if it has none."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as exc:
-        said = exc.strerror if isinstance(exc, OSError) else exc
-        raise DispatchError(f"cannot listen on {host!r}: {said}; {_NOT_HERE}") from None
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise DispatchError(f"cannot listen on {host!r}: {reason}; {_NOT_HERE}") from None
     return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
 
 
 def loopback_only(where: Sequence[Address]) -> bool:
-    """Whether only this machine reaches all of these addresses."""
+    """Whether only this machine can reach these addresses."""
     return all(ip_address(str(address[0]).partition("%")[0]).is_loopback for _, address in where)
 
 
 def listen(where: Sequence[Address]) -> list[socket.socket]:
-    """Sockets that listen there, all on the port that the first one has. Raises DispatchError.
+    """Open listening sockets, all on the port of the first one. Raises DispatchError.
 
-    Of several addresses of a name, those that this machine does not have are left out.
+    Of several addresses of one name, those that this machine does not have are skipped.
     """
     sockets: list[socket.socket] = []
     for family, (host, port, *rest) in where:
@@ -100,8 +100,8 @@ def _listening(family: socket.AddressFamily, where: Any) -> socket.socket:
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit these: a client whose machine is gone is noticed although nothing is written to it, and one
-        # that never reads what is written to it is given up.
+        # Connections inherit these options. They detect a client whose machine is gone although nothing is written to it,
+        # and close the connection of a client that never reads.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
@@ -117,7 +117,7 @@ def _listening(family: socket.AddressFamily, where: Any) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """The address of a listening socket, for people and clients."""
+    """The URL of a listening socket."""
     host, port, *_ = sock.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -126,33 +126,36 @@ def url_of(sock: socket.socket) -> str:
 
 
 def _most_connections(wanted: int) -> int:
-    """As many as wanted, or as the system lets this process have."""
+    """The wanted number of connections, or fewer if the system allows this process fewer files."""
     if resource is None:
         return wanted
+    soft: int
+    hard: int
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted + RESERVED_FILE_DESCRIPTORS:
-        more = (
-            wanted + RESERVED_FILE_DESCRIPTORS
-            if hard == resource.RLIM_INFINITY
-            else min(hard, wanted + RESERVED_FILE_DESCRIPTORS)
-        )
+        more: int = wanted + RESERVED_FILE_DESCRIPTORS
+        if hard != resource.RLIM_INFINITY:
+            more = min(hard, more)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
         except (ValueError, OSError):
-            pass  # some systems have a limit below the one that they tell
-    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - RESERVED_FILE_DESCRIPTORS))
+            pass  # some systems have a lower limit than the one that they report
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, soft - RESERVED_FILE_DESCRIPTORS))
 
 
 # --- serving --------------------------------------------------------------------------------------------------------
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which leaves signals to others, sleeps until it is told to end, and says when it accepts."""
+    """uvicorn's server without its signal handlers: it sleeps until `stop`, and calls `ready` once it accepts requests."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)
-        self._ready, self._stopping = ready, anyio.Event()
+        self._ready = ready
+        self._stopping = anyio.Event()
 
     def stop(self) -> None:
         self.should_exit = True
@@ -166,25 +169,25 @@ class _Server(uvicorn.Server):
         try:
             await super().startup(sockets)
         except SystemExit:
-            pass  # older ones come back instead
+            pass  # older versions of uvicorn return instead
         if not self.started:
             raise DispatchError("the server did not start: its application failed, see the log")
         self._ready()
 
     async def main_loop(self) -> None:
         counter = 0
-        while not await self.on_tick(counter):  # of its ticks every tenth does something, once a second
+        while not await self.on_tick(counter):  # only every tenth tick does something, once a second
             counter += 10
             with anyio.move_on_after(1.0):
                 await self._stopping.wait()
 
     def close(self) -> None:
-        """Accept no more. Before the sockets are closed: uvloop waits for ever for one that was closed behind its back."""
+        """Accept no more connections. Call it before the sockets are closed, or uvloop waits for ever."""
         for server in getattr(self, "servers", ()):
             server.close()
 
     def cut(self) -> int:
-        """End all connections; how many there were."""
+        """Abort all connections; return how many there were."""
         connections = [*self.server_state.connections]
         for connection in connections:
             transport: Any = connection.transport
@@ -207,11 +210,23 @@ async def serve(
     ready: Callable[[], object],
     bounds: Bounds = BOUNDS,
 ) -> None:
-    """Serve `app` on these sockets, which it closes, until `stop`; on asyncio.
+    """Serve `app` until `stop` is set; on asyncio only.
 
-    ready: called when requests are accepted. After `stop` no connection is accepted, `drain` is called, by which the
-    application ends what it holds, and requests under way have `grace` seconds; what is left then, or when `cut` comes,
-    is cut off. Raises DispatchError when the application does not start.
+    After `stop` the server accepts no connections and calls `drain`. Running requests get `grace` seconds. Then, or as
+    soon as `cut` is set, the remaining connections are aborted.
+
+    Args:
+        app: the ASGI application.
+        sockets: listening sockets; this function closes them.
+        stop: begins the shutdown.
+        cut: ends the grace at once.
+        grace: seconds that running requests get after `stop`.
+        drain: makes the application end its held requests.
+        ready: is called once the server accepts requests.
+        bounds: the bounds of connections.
+
+    Raises:
+        DispatchError: the application did not start.
     """
     bounds = bounds._replace(connections=_most_connections(bounds.connections))
     config = uvicorn.Config(
@@ -222,12 +237,13 @@ async def serve(
         lifespan="on",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # nothing here depends on who asks, but on the token
+        proxy_headers=False,  # access depends on the token, not on the client's address
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
         workers=1,
     )
-    server, failure = _Server(config, ready), None
+    server = _Server(config, ready)
+    failure: Exception | None = None
     with _quiet():
         async with anyio.create_task_group() as group:
 
@@ -238,7 +254,7 @@ async def serve(
             group.start_soon(end)
             try:
                 await server.serve(sockets)
-            except Exception as exc:  # raised below, out of the group's wrapping
+            except Exception as exc:  # raised below, so that it is not wrapped in a group
                 failure = exc
             finally:
                 server.close()
@@ -250,7 +266,7 @@ async def serve(
 
 
 async def _end(server: _Server, stop: anyio.Event, cut: anyio.Event, grace: float, drain: Callable[[], object]) -> None:
-    """From `stop` on: ever less polite, until `serve` comes back and cancels this."""
+    """Shut down in steps after `stop`: drain, abort connections, cancel requests. `serve` cancels this when it is done."""
     await stop.wait()
     server.stop()
     drain()
@@ -265,7 +281,7 @@ async def _end(server: _Server, stop: anyio.Event, cut: anyio.Event, grace: floa
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Requests that are cancelled at the end are no failures of the application, which is what uvicorn logs."""
+    """Keep uvicorn from logging requests that the shutdown cancels as failures of the application."""
 
     def wanted(record: logging.LogRecord) -> bool:
         cancelled = anyio.get_cancelled_exc_class()

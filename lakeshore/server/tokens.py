@@ -1,7 +1,7 @@
-"""Bearer tokens: who may do what in which namespace. They live hashed in a file that `lakeshore token` edits.
+"""Bearer tokens: the role and the namespace of each, stored as hashes in a file that `lakeshore token` edits.
 
-The file holds a line of JSON for each token: its name, role and namespace, when it was made, a salt, and the SHA-256 of
-the salt and the token. It is 0600, and refused when others than its owner may read or write it.
+The file holds one line of JSON for each token: its name, role, namespace and time of creation, a salt, and the SHA-256 of
+the salt and the token. Its mode is 0600; a file that others than its owner may read or write is rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 try:
     import fcntl as _fcntl
-except ImportError:  # Windows: no locks and no modes; who edits the file there is on their own
+except ImportError:  # Windows has neither these locks nor these modes: edits at the same time may conflict there
     fcntl: Any = None
 else:
     fcntl = _fcntl
@@ -34,22 +34,22 @@ else:
 __all__ = ["ROLES", "Caller", "Token", "TokenError", "TokenFile", "create_token", "read_tokens", "revoke_token"]
 
 ROLES = ("producer", "worker", "admin")
-"""Each may do what those before it may."""
+"""Each role includes the ones before it."""
 
 PREFIX = "lks_"
 FILE_CHECK_INTERVAL = 1.0
-"""Seconds after which the file is looked at again; a token that is not known is looked for at once."""
+"""Seconds between two checks of the file for changes; an unknown token causes a check at once."""
 
 _NAME = re.compile(r"[0-9A-Za-z_.@-]{1,64}")
 _log = logging.getLogger("dreamlake.lakeshore.server")
 
 
 class TokenError(LakeshoreError, ValueError):
-    """A file of tokens that cannot be used as it is, or a name in it that is taken. Nothing of a token is ever in it."""
+    """A file of tokens that cannot be used, or a token name that is taken. The text never contains any part of a token."""
 
 
 class Caller(NamedTuple):
-    """Whom a token stands for."""
+    """The client that a token identifies."""
 
     name: str
     role: str
@@ -62,7 +62,7 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True)
 class Token:
-    """One token as the file has it: not the token itself, and its hash is not shown."""
+    """One token as it is stored: its hash, which the repr hides, and not the token itself."""
 
     name: str
     role: str
@@ -76,8 +76,8 @@ class Token:
         return Caller(self.name, self.role, self.namespace)
 
 
-# A slow hash such as scrypt protects what people think up. These tokens are 256 random bits: nobody tries them out one by
-# one, whatever a try costs, and every request of every client would pay for it. The salt keeps equal tokens from showing.
+# A slow hash such as scrypt protects passwords that people choose. These tokens are 256 random bits, which nobody can guess
+# by trial at any cost of a trial, and every request would pay for the slow hash. The salt hides that two tokens are equal.
 def _hashed(salt: bytes, token: bytes) -> bytes:
     return sha256(salt + token).digest()
 
@@ -86,7 +86,7 @@ def _hashed(salt: bytes, token: bytes) -> bytes:
 
 
 def read_tokens(path: Path) -> list[Token]:
-    """The tokens in the file; none where there is no file. Raises TokenError."""
+    """Read the tokens in the file; a missing file has none. Raises TokenError."""
     try:
         with open(path, "rb") as file:
             _check_private(os.fstat(file.fileno()), path)
@@ -112,7 +112,7 @@ def _check_private(stat: os.stat_result, path: Path) -> None:
 
 
 def _token(line: str, where: str) -> Token:
-    """One line. What is wrong with it is said without a character of it."""
+    """Parse one line. An error never quotes the line, which may hold a token."""
     try:
         loaded = json.loads(line)
     except (ValueError, RecursionError):
@@ -142,7 +142,7 @@ def _text(fields: dict[str, Any], name: str) -> str:
 
 
 def check_token(name: str, role: str, namespace: str) -> None:
-    """Raises ValueError for what no token is made of."""
+    """Check the parts of a token. Raises ValueError."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"expected a token's name of 1 to 64 letters, digits and `_ . @ -`, got {name!r:.80}")
     if role not in ROLES:
@@ -155,16 +155,20 @@ def check_token(name: str, role: str, namespace: str) -> None:
 
 
 class TokenFile:
-    """The tokens that a server takes, read again when the file has changed.
+    """The tokens that a server accepts; the file is read again when it has changed.
 
-    Once there was a token, one is required for as long as the process lives, also when the last is revoked or the file
-    is deleted. A file that has become unreadable leaves the tokens as they were, and is logged once. Raises
-    TokenError when it cannot be read at first.
+    Once there has been a token, the process requires one until it ends, even if the last token is revoked or the file is
+    deleted. If the file becomes unreadable, the tokens stay as they were, and the error is logged once.
+
+    Raises:
+        TokenError: the first read fails.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.path, self._clock = path, clock
-        self._seen, self._looked = _signature(path), clock()
+        self.path = path
+        self._clock = clock
+        self._signature = _signature(path)
+        self._checked_at = clock()
         self._tokens: Sequence[Token] = read_tokens(path)
         self._required = bool(self._tokens)
 
@@ -180,39 +184,39 @@ class TokenFile:
     @property
     def required(self) -> bool:
         """Whether a caller needs a token."""
-        self._look()
+        self._reload()
         return self._required
 
     def check(self, authorization: str | None) -> Caller | None:
-        """Whom an `Authorization: Bearer ...` header stands for; None for no token, and for one that is not known."""
-        self._look()
+        """The caller that an `Authorization: Bearer ...` header identifies; None without a token or for an unknown one."""
+        self._reload()
         scheme, _, text = (authorization or "").partition(" ")
         token = text.strip().encode("utf-8", "replace")
         if scheme.lower() != "bearer" or not token:
             return None
         found = self._find(token)
-        if found is None and self._look(now=True):
+        if found is None and self._reload(now=True):
             found = self._find(token)
         return found
 
     def _find(self, token: bytes) -> Caller | None:
-        """Every token is compared, and each in constant time: how long it takes says nothing about any of them."""
+        """Compare with every token, each in constant time, so that the duration reveals nothing about any of them."""
         found = None
         for one in self._tokens:
             if compare_digest(one.hash, _hashed(one.salt, token)):
                 found = one.caller
         return found
 
-    def _look(self, *, now: bool = False) -> bool:
-        """Read the file again if it has changed, and it is time to look; whether it was read."""
+    def _reload(self, *, now: bool = False) -> bool:
+        """Read the file again if it has changed and a check is due; return whether it was read."""
         clock = self._clock()
-        if not now and clock - self._looked < FILE_CHECK_INTERVAL:
+        if not now and clock - self._checked_at < FILE_CHECK_INTERVAL:
             return False
-        self._looked = clock
+        self._checked_at = clock
         signature = _signature(self.path)
-        if signature == self._seen:
+        if signature == self._signature:
             return False
-        self._seen = signature
+        self._signature = signature
         try:
             self._tokens = read_tokens(self.path)
         except TokenError as exc:
@@ -235,8 +239,14 @@ def _signature(path: Path) -> tuple[int, ...] | None:
 
 
 def create_token(path: Path, name: str, role: str, namespace: str) -> str:
-    """Add a token; the token itself, which is nowhere else. Raises TokenError, also for a
-    name that is taken, and ValueError for what no token is made of.
+    """Add a token to the file.
+
+    Returns:
+        The token itself, which is stored nowhere else.
+
+    Raises:
+        TokenError: the file cannot be used, or the name is taken.
+        ValueError: the name, the role or the namespace is malformed.
     """
     check_token(name, role, namespace)
     with _editing(path) as tokens:
@@ -244,14 +254,15 @@ def create_token(path: Path, name: str, role: str, namespace: str) -> str:
             raise TokenError(
                 f"a token named {name!r} is in {str(path)!r} already: revoke it first, or give another name"
             )
-        token, salt = PREFIX + secrets.token_urlsafe(32), secrets.token_bytes(16)
+        token = PREFIX + secrets.token_urlsafe(32)
+        salt = secrets.token_bytes(16)
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         tokens.append(Token(name, role, namespace, created, salt, _hashed(salt, token.encode())))
     return token
 
 
 def revoke_token(path: Path, name: str) -> bool:
-    """Take a token out of the file; False when none has this name. Raises TokenError."""
+    """Remove a token from the file; False if none has this name. Raises TokenError."""
     if not any(one.name == name for one in read_tokens(path)):
         return False
     with _editing(path) as tokens:
@@ -261,8 +272,8 @@ def revoke_token(path: Path, name: str) -> bool:
 
 @contextmanager
 def _editing(path: Path) -> Generator[list[Token]]:
-    """The tokens as a list to change; it is written back whole, and never seen half written. One editor at a time."""
-    path = path.resolve()  # a link stays one
+    """Yield the tokens as a list to change, then replace the file atomically with it. One editor at a time."""
+    path = path.resolve()  # so that a symbolic link is kept
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = _locked(path)
@@ -279,7 +290,7 @@ def _editing(path: Path) -> Generator[list[Token]]:
 
 
 def _locked(path: Path) -> int:
-    """The file, made where there is none, locked: the one that has the name now, since editors put another there."""
+    """Open and lock the file, or create it. Retry if another editor replaced it before the lock was taken."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         if fcntl is None:
@@ -300,7 +311,9 @@ def _write(path: Path, tokens: Sequence[Token], before: os.stat_result) -> None:
         with os.fdopen(file, "w", encoding="utf-8") as out:
             ours = os.fstat(out.fileno())
             if (ours.st_uid, ours.st_gid) != (before.st_uid, before.st_gid):
-                os.fchown(out.fileno(), before.st_uid, before.st_gid)  # root may edit what the server's user reads
+                os.fchown(
+                    out.fileno(), before.st_uid, before.st_gid
+                )  # so that root can edit a file that the server's user reads
             out.writelines(f"{json.dumps(_line(one))}\n" for one in tokens)
             out.flush()
             os.fsync(out.fileno())

@@ -263,7 +263,7 @@ def test_a_new_token_is_taken_at_once(path: Path, clock: Clock) -> None:
 def test_the_first_token_ends_the_openness_within_a_second(path: Path, clock: Clock) -> None:
     file = TokenFile(path, clock=clock)
     create_token(path, "a", "worker", "default")
-    clock.now = tokens.LOOKS
+    clock.now = tokens.FILE_CHECK_INTERVAL
     assert file.required
 
 
@@ -271,9 +271,9 @@ def test_a_revoked_token_is_refused_within_a_second(path: Path, clock: Clock) ->
     token, other = (create_token(path, name, "worker", "default") for name in "ab")
     file = TokenFile(path, clock=clock)
     assert revoke_token(path, "a")
-    clock.now = tokens.LOOKS * 0.9
+    clock.now = tokens.FILE_CHECK_INTERVAL * 0.9
     assert file.check(bearer(token))  # not looked at for every request
-    clock.now = tokens.LOOKS
+    clock.now = tokens.FILE_CHECK_INTERVAL
     assert file.check(bearer(token)) is None
     assert file.check(bearer(other))
     assert not revoke_token(path, "a")
@@ -287,7 +287,7 @@ def test_requests_do_not_look_at_the_file_more_than_once_a_second(
     looks: list[float] = []
     monkeypatch.setattr(tokens, "_signature", lambda path: looks.append(clock.now))
     for _ in range(80):
-        clock.now += tokens.LOOKS / 8
+        clock.now += tokens.FILE_CHECK_INTERVAL / 8
         assert file.required
         file.check(bearer(token))
     assert len(looks) == 10
@@ -301,7 +301,7 @@ def test_when_the_last_token_goes_nobody_is_let_in(path: Path, clock: Clock, how
         revoke_token(path, "a")
     else:
         path.unlink()
-    clock.now = tokens.LOOKS
+    clock.now = tokens.FILE_CHECK_INTERVAL
     assert file.check(bearer(token)) is None
     assert file.required
 
@@ -314,7 +314,7 @@ def test_a_file_that_broke_leaves_the_tokens_as_they_were_and_is_logged_once(
     file = TokenFile(path, clock=clock)
     path.write_text(good + "half a li")
     for _ in range(5):
-        clock.now += tokens.LOOKS
+        clock.now += tokens.FILE_CHECK_INTERVAL
         assert file.check(bearer(token))
         assert file.check(bearer("lks_other")) is None
     (record,) = caplog.records
@@ -323,7 +323,7 @@ def test_a_file_that_broke_leaves_the_tokens_as_they_were_and_is_logged_once(
     assert record.getMessage().startswith(f"expected a token as a JSON object in {str(path)!r}, line 2, ")
     assert record.getMessage().endswith("; the tokens stay as they were")
     path.write_text(good.replace('"a"', '"b"'))
-    clock.now += tokens.LOOKS
+    clock.now += tokens.FILE_CHECK_INTERVAL
     assert file.check(bearer(token)) == Caller("b", "worker", "default")
 
 
@@ -335,11 +335,11 @@ def test_a_file_that_was_opened_to_others_is_logged_once_and_taken_when_closed(
     token = create_token(path, "b", "worker", "default")
     path.chmod(0o644)
     for _ in range(3):
-        clock.now += tokens.LOOKS
+        clock.now += tokens.FILE_CHECK_INTERVAL
         assert file.check(bearer(token)) is None
     assert [record.getMessage().count("chmod 600") for record in caplog.records] == [1]
     path.chmod(0o600)
-    clock.now += tokens.LOOKS
+    clock.now += tokens.FILE_CHECK_INTERVAL
     assert file.check(bearer(token)) == Caller("b", "worker", "default")
 
 
