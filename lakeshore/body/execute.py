@@ -32,7 +32,7 @@ from .context import BodyContext, invocation_context
 from .keys import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
     from pathlib import Path
 
     from anyio import CapacityLimiter
@@ -90,11 +90,11 @@ class ValueSink(Protocol):
         """Called once before a generator body starts."""
         ...
 
-    def add(self, value: Any) -> Backpressure:
+    def add(self, value: Any, /) -> Backpressure:
         """Take a value, from any thread, and never block. Raises when the body is to stop."""
         ...
 
-    async def room(self) -> None:
+    def room(self) -> Coroutine[Any, Any, None]:
         """Let the event loop run once, and wait while there is no room. Raises when the body is to stop."""
         ...
 

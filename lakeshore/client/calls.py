@@ -16,7 +16,7 @@ from ..planes.contract.records import Failure, Outcome
 from ..planes.plane import Plane
 from ..wire import pack, unpack
 from .envelopes import pack_thunk
-from .thunk import Thunk
+from .thunk import is_thunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +56,7 @@ def submit_operation(queue: str, payload: Any, key: str | None = None, priority:
     id = new_id()
     here = current_context()
     parent = here.invocation_id
-    if isinstance(payload, Thunk):
+    if is_thunk(payload):
         fn = serialize_fn(payload.fn)
         body = pack_thunk(payload, fn, id=id, prefix=here.prefix, key=key, parent=parent).to_bytes()
     else:
@@ -76,7 +76,7 @@ def submit_operations(queue: str, payloads: Iterable[Any], priority: float = 0) 
     for payload in payloads:
         here = current_context()
         id = new_id()
-        if isinstance(payload, Thunk):
+        if is_thunk(payload):
             if reference is None or payload.fn is not fn:
                 fn = payload.fn
                 described = serialize_fn(fn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeGuard, TypeVar
 
 from ..body.context import current_context
 from ..functions.serialize import serialize_fn
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ..wire import Envelope
 
-__all__ = ["Thunk", "thunk"]
+__all__ = ["Thunk", "is_thunk", "thunk"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,6 +62,11 @@ class Thunk(Generic[T_co]):
             key=key,
             parent=here.invocation_id if parent is None else parent,
         )
+
+
+def is_thunk(value: object) -> TypeGuard[Thunk[Any]]:
+    """True for a Thunk; unlike `isinstance` it leaves type checkers no unknown parameter."""
+    return isinstance(value, Thunk)
 
 
 def thunk(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Thunk[T]:

@@ -92,12 +92,12 @@ class Lab:
     async def refuses(self, op: Any, error: type[Exception]) -> None:
         """The plane refuses `op` with `error`."""
         try:
-            answer: object = await self.plane.do(op)
+            answer = f"{await self.plane.do(op)!r}"
         except Exception as exc:
             if not isinstance(exc, error):
                 raise AssertionError(f"{self.sentence} {op}: expected {error.__name__}, came {exc!r}") from exc
         else:
-            raise AssertionError(f"{self.sentence} {op}: expected {error.__name__}, came the answer {answer!r}")
+            raise AssertionError(f"{self.sentence} {op}: expected {error.__name__}, came the answer {answer}")
 
     async def stands(self, id: str, **fields: Any) -> Row:
         """The row of `id` has these fields; it is given back."""

@@ -37,7 +37,7 @@ class BodyChannel(ValueSink, Protocol):
         """Why the body is being stopped; None while nothing has asked for that."""
         ...
 
-    def add_packed(self, data: bytes) -> Backpressure:
+    def add_packed(self, data: bytes, /) -> Backpressure:
         """Take a value that is packed already; otherwise like `add`."""
         ...
 

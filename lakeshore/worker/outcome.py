@@ -65,9 +65,6 @@ class ActiveClaim:
     cancelled, and the way it ends decides.
     """
 
-    add: Callable[[Any], Backpressure]
-    add_packed: Callable[[bytes], Backpressure]
-    room: Callable[[], Coroutine[Any, Any, None]]
     function = "?"
     in_thread = False
     kill_at_shutdown = False
@@ -93,6 +90,10 @@ class ActiveClaim:
         self._plane = plane
         self._group = group
         self._writer: FrameWriter | None = None
+        # Those of the stream's writer, from `begin` on.
+        self.add: Callable[[Any], Backpressure]
+        self.add_packed: Callable[[bytes], Backpressure]
+        self.room: Callable[[], Coroutine[Any, Any, None]]
 
     # --- for the body ---
 

@@ -87,8 +87,10 @@ _REQUEUES = {
 }
 
 
-def _batch_of(op: Any) -> _Batch | None:
-    return _REQUEUES[op.reason] if type(op) is Requeue else _BATCHES.get(type(op))
+def _batch_of(op: object) -> _Batch | None:
+    if isinstance(op, Requeue):
+        return _REQUEUES[op.reason]
+    return _BATCHES.get(type(op))
 
 
 class HttpStore:

@@ -30,6 +30,7 @@ def restore(batch: Batch, op: Restore) -> str:
     check_restore(op)
     db = batch.db
     row = db.execute(queries.RESTORED_ROW, (batch.ns, op.id)).fetchone()
+    seq: int | None = None
     if row is None:
         if op.key is not None:
             existing = db.execute(queries.ID_OF_KEY, (batch.ns, op.queue, op.key)).fetchone()
