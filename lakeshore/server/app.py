@@ -105,7 +105,7 @@ class _Endpoint:
         if found is None:
             if len(self._other_planes) >= self.limits.namespaces:
                 raise ForbiddenRequest(
-                    f"expected one of the {len(self._other_planes)} namespaces in use, the most that there may be"
+                    f"expected one of the {len(self._other_planes)} namespaces in use, the server's maximum, got {ns!r:.80}"
                 )
             found = self._other_planes[ns] = self.plane.within(ns)
         return found
@@ -274,7 +274,9 @@ class _Exchange:
     # Answers
 
     def _encoded(self, fields: Mapping[str, Any]) -> bytes:
-        return json.dumps(fields, default=_not_shown).encode() + b"\n" if self._json else encode(fields)
+        if self._json:
+            return json.dumps(fields, default=_not_shown).encode() + b"\n"
+        return encode(fields)
 
     async def _send_error(self, exc: Exception) -> None:
         """Answer with the error. If an answer has started already, only log the error: the answer stays incomplete."""
@@ -300,7 +302,8 @@ class _Exchange:
         await self._send_response(status, self._encoded(fields), headers=headers)
 
     async def _send_response(self, status: int, body: bytes, kind: bytes = b"", *, headers: Headers = ()) -> None:
-        kind = kind or (_JSON if self._json else _MSGPACK)
+        if not kind:
+            kind = _JSON if self._json else _MSGPACK
         head = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), (_ID_HEADER, self._id), *headers]
         closing = status == 408 or (status >= 400 and self._body.unread > MAX_UNREAD_BODY_BYTES)
         if closing:

@@ -49,8 +49,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > self._bounds.connections:
-            full = f"the server has {self._bounds.connections} connections, and takes no more: try again later"
-            self._refuse(503, PlaneUnavailable(full))
+            message = f"the server already has {self._bounds.connections} connections, its maximum: retry later"
+            self._refuse(503, PlaneUnavailable(message))
         else:
             self._start_deadline()
 

@@ -109,7 +109,8 @@ async def submit_many(request: RequestContext) -> Fields:
 
 
 async def await_one(request: RequestContext) -> Fields:
-    id, timeout = messages.read_invocation_id(request.fields), request.seconds("timeout_s", AWAIT_S)
+    id = messages.read_invocation_id(request.fields)
+    timeout = request.seconds("timeout_s", AWAIT_S)
     outcome: Outcome | None = None
     if timeout > 0:
         with request.hold() as held:
@@ -135,19 +136,27 @@ async def await_many(request: RequestContext) -> Fields:
         return {"results": results, "pages": pages}
     with request.hold(("watch", request.ns, watch) if watch else None) as held:
         wait = partial(request.plane.await_many, ids, cursors, timeout=timeout, linger=linger)
-        found = await (held.wait_for(wait) if timeout > 0 else wait())
+        if timeout > 0:
+            found = await held.wait_for(wait)
+        else:
+            found = await wait()
     if found is None:
         return {"results": results, "pages": pages}
-    asked, since = {*ids}, {cursor.id: cursor.since for cursor in cursors}
+    asked = {*ids}
+    since = {cursor.id: cursor.since for cursor in cursors}
     for outcome in found.outcomes:
-        id, unknown = outcome.id, outcome.state == "unknown"
+        id = outcome.id
+        unknown = outcome.state == "unknown"
         answer = encode_error(InvocationNotFound(id)) if unknown else messages.encode_outcome(outcome)
         if id in asked:
             results.append([id, answer])
         if unknown and id in since:
             pages.append([id, since[id], answer])
     pages += [[cursor.id, cursor.since, messages.encode_page(page)] for cursor, page in found.pages]
-    return {"results": results, "pages": pages} | ({"more": True} if found.more else {})
+    fields: Fields = {"results": results, "pages": pages}
+    if found.more:
+        fields["more"] = True
+    return fields
 
 
 def _readable(items: Iterable[Fields], read: Callable[[Fields], Any], bad: list[Any], *also: str) -> list[Any]:
@@ -164,21 +173,23 @@ def _readable(items: Iterable[Fields], read: Callable[[Fields], Any], bad: list[
 
 
 def _echo(value: object) -> Any:
-    return value if type(value) is int or (type(value) is str and len(value) <= 200) else None
+    """The value of an identifying field, for the answer; None for anything but a number or a short text."""
+    if type(value) is int or (type(value) is str and len(value) <= 200):
+        return value
+    return None
 
 
 def _cursor(fields: Mapping[str, Any]) -> Cursor:
-    since, limit, most = (
-        field(fields, name, int, default)
-        for name, default in (("since", -1), ("limit", MAX_FRAMES_PER_PAGE), ("max_bytes", MAX_BYTES_PER_PAGE))
-    )
-    if limit < 1 or most < 1:
-        raise WireError(f"expected `limit` and `max_bytes` from 1, got {limit} and {most}")
+    since = field(fields, "since", int, -1)
+    limit = field(fields, "limit", int, MAX_FRAMES_PER_PAGE)
+    max_bytes = field(fields, "max_bytes", int, MAX_BYTES_PER_PAGE)
+    if limit < 1 or max_bytes < 1:
+        raise WireError(f"expected `limit` and `max_bytes` from 1, got {limit} and {max_bytes}")
     return Cursor(
         messages.read_invocation_id(fields),
         max(-1, min(since, MAX_SEQ)),
         min(limit, MAX_FRAMES_PER_PAGE),
-        min(most, MAX_BYTES_PER_PAGE),
+        min(max_bytes, MAX_BYTES_PER_PAGE),
     )
 
 
@@ -196,7 +207,8 @@ async def stream(request: RequestContext) -> AsyncGenerator[bytes]:
     Raises:
         InvocationNotFound: in place of the first chunk.
     """
-    since, limit = whole(request.query, "since", -1), request.service.limits.page
+    since = whole(request.query, "since", -1)
+    limit = request.service.limits.page
     with request.hold() as held, request.service.metrics.stream():
         page: Page | None = await request.plane.page(request.id, since, max_bytes=limit)
         while page is not None:
@@ -216,7 +228,8 @@ async def invocation(request: RequestContext) -> Fields:
 
 
 async def invocations(request: RequestContext) -> Fields:
-    query, limit = request.query, whole(request.query, "limit", 100)
+    query = request.query
+    limit = whole(query, "limit", 100)
     if not 1 <= limit <= MAX_ITEMS_PER_REQUEST:
         raise WireError(f"expected `limit` from 1 to {MAX_ITEMS_PER_REQUEST}, got {limit}")
     names = {name: query.get(name) for name in ("queue", "state", "key", "root")}

@@ -507,7 +507,7 @@ async def test_connections_beyond_the_bound_are_told_to_come_again() -> None:
                 assert refusal(await rest(third)) == (
                     503,
                     "PlaneUnavailable",
-                    "the server has 2 connections, and takes no more: try again later",
+                    "the server already has 2 connections, its maximum: retry later",
                 )
             await two.send(request("/quick"))
             await some(two, b"quick")

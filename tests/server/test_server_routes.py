@@ -337,7 +337,7 @@ async def test_no_more_namespaces_are_served_than_the_limit(here: dls.Dispatch) 
         for name in ("one", "two", "default", "one"):
             assert (await client.post(f"/v1/namespaces/{name}/producer/cancel", NOTHING)).status == 200
         answer = await client.post("/v1/namespaces/three/producer/cancel", NOTHING)
-        sentence = "expected one of the 2 namespaces in use, the most that there may be"
+        sentence = "expected one of the 2 namespaces in use, the server's maximum, got 'three'"
         assert answer.error == (403, "Refused", sentence)
         assert (await client.post(CANCEL, NOTHING)).status == 200
 
