@@ -8,11 +8,18 @@ import pytest
 from cli_kit import Work
 
 import dreamlake.lakeshore as dls
+from dreamlake.lakeshore.client import default_plane
 from dreamlake.lakeshore.concurrency.portal import portal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _own_default_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker sets the default plane of its process, which here is that of the tests."""
+    monkeypatch.setattr(default_plane, "_default", {})
 
 
 @pytest.fixture

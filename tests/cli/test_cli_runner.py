@@ -12,7 +12,6 @@ import runner_jobs
 from cli_kit import appears, cli, environment, worker
 
 import dreamlake.lakeshore as dls
-from dreamlake.lakeshore.client import default_plane
 from dreamlake.lakeshore.concurrency.portal import portal
 from dreamlake.lakeshore.ids import new_id
 from dreamlake.lakeshore.planes.contract.operations import Submit
@@ -104,7 +103,6 @@ def test_what_a_child_submits_lands_on_the_plane_of_its_worker(tmp_path: Path) -
 
 
 def test_once(db: Path, q: dls.SyncQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_plane, "_default", {})  # the worker sets that of its process, which is this one
     monkeypatch.setenv("LAKESHORE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(Path(runner_jobs.__file__).parent)
     id = q.submit(dls.thunk(runner_jobs.around))
