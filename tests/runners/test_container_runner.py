@@ -63,9 +63,13 @@ class Site:
         wait_until_sync(lambda: not left(), LIMIT, f"the end of {left()}")
 
     def one(self) -> str:
-        """The id of the only container."""
-        (found,) = self.engine.run("ps", "-q", "--filter", f"label={self.engine.mark}").split()
-        return found
+        """The id of the only container. The engine may list it a moment after its program has begun."""
+
+        def listed() -> list[str]:
+            return self.engine.run("ps", "-q", "--filter", f"label={self.engine.mark}").split()
+
+        (found,) = wait_until_sync(listed, LIMIT, "the container to be listed")
+        return str(found)
 
 
 @contextmanager

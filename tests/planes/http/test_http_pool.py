@@ -243,6 +243,7 @@ async def test_large_bodies_go_both_ways(place: Place) -> None:
         assert server.connections == 1
 
 
+@pytest.mark.timing("pieces come 0.1 s apart, and a pause of 0.5 s ends the answer")
 async def test_each_piece_of_an_answer_gives_it_more_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt, "MIN_ANSWER_TIMEOUT", 0.5)
 
