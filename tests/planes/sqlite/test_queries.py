@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import re
 import sqlite3
+from contextlib import closing
 from importlib.resources import files
 from inspect import getsource
+from typing import TYPE_CHECKING
 
 import pytest
 
 from dreamlake.lakeshore.planes.sqlite import queries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 IN_PLAN = re.compile(r"^(?:SEARCH|SCAN) (\S+)(?: AS \S+)?(?: USING (.*?))?(?: \(|$)")
 TABLES = ("invocation", "i", "o", "f", "outcome", "frame", "blob", "piece")
@@ -44,10 +49,10 @@ def named_indexes() -> dict[str, set[str]]:
 
 
 @pytest.fixture(scope="module")
-def db() -> sqlite3.Connection:
-    db = sqlite3.connect(":memory:")
-    db.executescript(files("dreamlake.lakeshore.planes.sqlite").joinpath("schema.sql").read_text(encoding="utf-8"))
-    return db
+def db() -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(files("dreamlake.lakeshore.planes.sqlite").joinpath("schema.sql").read_text(encoding="utf-8"))
+        yield db
 
 
 def indexes_of(db: sqlite3.Connection, sql: str) -> set[str]:

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import stat
 import threading
+from contextlib import closing
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -120,19 +121,19 @@ async def test_rows_survive_the_process(path: Path) -> None:
 
 @pytest.mark.parametrize("fails", ["body", "commit"])
 def test_a_transaction_that_fails_is_rolled_back(fails: str) -> None:
-    db = sqlite3.connect(":memory:", isolation_level=None)
-    db.execute("PRAGMA foreign_keys = ON")
-    db.execute("CREATE TABLE t (x INTEGER PRIMARY KEY, y REFERENCES t (x) DEFERRABLE INITIALLY DEFERRED)")
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        db.execute("PRAGMA foreign_keys = ON")
+        db.execute("CREATE TABLE t (x INTEGER PRIMARY KEY, y REFERENCES t (x) DEFERRABLE INITIALLY DEFERRED)")
 
-    def write() -> None:
-        db.execute("INSERT INTO t VALUES (1, 2)")  # it refers to what is not there, which the commit finds out
-        if fails == "body":
-            raise KeyError("the operation failed")
+        def write() -> None:
+            db.execute("INSERT INTO t VALUES (1, 2)")  # it refers to what is not there, which the commit finds out
+            if fails == "body":
+                raise KeyError("the operation failed")
 
-    with pytest.raises((KeyError, sqlite3.IntegrityError)):
-        connection.in_transaction(db, write)
-    assert not db.in_transaction
-    assert db.execute("SELECT count(*) FROM t").fetchone() == (0,)
+        with pytest.raises((KeyError, sqlite3.IntegrityError)):
+            connection.in_transaction(db, write)
+        assert not db.in_transaction
+        assert db.execute("SELECT count(*) FROM t").fetchone() == (0,)
 
 
 @needs_proc
