@@ -325,10 +325,6 @@ class MongoDispatch(Plane):
         shown = [shown_url(url) for url in (self.mongo_url, self.redis_url) if url is not None]
         super().__init__(lambda: MongoStore(self), f"MongoDispatch({', '.join(map(repr, shown))})", ns=ns)
 
-    @property
-    def address(self) -> str:
-        return shown_url(self.mongo_url)
-
     def within(self, ns: str) -> MongoDispatch:
         """The same database with another namespace; close it separately."""
         other = MongoDispatch(self.mongo_url, self.redis_url, ns=ns)
