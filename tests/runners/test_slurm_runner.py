@@ -421,7 +421,6 @@ async def test_its_time_limit(
         assert notes(path)[1:] == ["cleaned up"]
 
 
-@pytest.mark.timing("Slurm brings a node back in its own time, which may be longer than the test waits")
 async def test_somebody_else_cancels_it(
     queue: dls.Queue, tmp_path: Path, make: Callable[..., SlurmRunner], cluster: Cluster
 ) -> None:
